@@ -1,0 +1,170 @@
+"""The sections that say what is sampled and how it is judged: `rollout`, `reward`, `task`, `engine`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from tithe.config.base import LocalPath, RegexText, Section, TextTuple, absolute_path, as_tuple
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FILE_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
+_GYM = re.compile(r"reasoning_gym:[A-Za-z_]\w*")
+
+
+def _reward_function(value: str) -> str:
+    match = _FILE_FUNCTION.fullmatch(value)
+    if match:
+        return f"{absolute_path(match['file'])}:{match['name']}"
+    if value == "math" or _FUNCTION.fullmatch(value):
+        return value
+    raise ValueError("is neither `math` nor a function")
+
+
+def _task_source(value: str) -> str:
+    if value in ("sums", "products") or _GYM.fullmatch(value) or _FUNCTION.fullmatch(value):
+        return value
+    if value.endswith(".jsonl"):
+        return absolute_path(value)
+    raise ValueError("names no task")
+
+
+TaskSource = Annotated[
+    str,
+    Field(json_schema_extra={"allowed": "sums, products, reasoning_gym:NAME, a path ending in .jsonl, or module:function"}),
+    AfterValidator(_task_source),
+]
+
+
+class RolloutSettings(Section):
+    """How completions are drawn while training. Log-probabilities are those of softmax(logits / temperature)."""
+
+    temperature: float = Field(default=1.0, gt=0, le=100)
+    """Divides the logits, in the sampler and in the trainer alike. 0 (greedy) is for evaluation only and refused here."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the most likely tokens that hold this share; 1 keeps all. Below 1 the sampler no longer draws from the trained
+    policy."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Keep this many most likely tokens; 0 keeps all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Drop tokens less likely than this share of the most likely one; 0 drops none."""
+
+    max_new_tokens: int = Field(default=48, ge=1)
+    """Longest completion in tokens, the end token included; a longer one is cut and counted as truncated."""
+
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    """Longest prompt in tokens, chat template included."""
+
+    on_long_prompt: Literal["drop", "cut", "error"] = "drop"
+    """What happens to a prompt over `max_prompt_tokens`: `drop` leaves the row out and counts it, `cut` keeps the last
+    tokens, `error` stops at the start and names the row."""
+
+    stop_strings: TextTuple = ()
+    """Texts that end a completion when they appear in it, besides the checkpoint's own end tokens."""
+
+    system_prompt: str | None = None
+    """System message put before every chat. `null` leaves it to the chat template."""
+
+    on_publish: Literal["finish", "recompute", "keep"] = "finish"
+    """What running completions do when a new adapter is published: `finish` on the version they began with; `recompute` the
+    KV cache and go on with the new one; `keep` the old cache and go on with the new one (not certified bit for bit)."""
+
+
+class FormatRule(Section):
+    """One regular expression and what a match is worth."""
+
+    pattern: RegexText
+    """Python regular expression, searched in the completion's text."""
+
+    weight: float = Field(ge=-1000, le=1000)
+    """Added to the reward, once, when the pattern is found."""
+
+
+class RewardSettings(Section):
+    """How a completion is judged, in worker processes that can be killed."""
+
+    function: Annotated[
+        str,
+        Field(json_schema_extra={"allowed": "math, module:function, or path/file.py:function"}),
+        AfterValidator(_reward_function),
+    ] = "math"
+    """`math` reads a boxed, an "answer is", or the last number and compares it with the answer column. Otherwise a Python
+    function `f(item, text, **info)` that returns a number, named parts, or None to abstain; it runs with your rights and
+    is not sandboxed."""
+
+    right: float = Field(default=1.0, ge=-1000, le=1000)
+    """Reward of a right answer under `math`. More than `wrong`."""
+
+    wrong: float = Field(default=0.0, ge=-1000, le=1000)
+    """Reward of a readable but wrong answer under `math`."""
+
+    unreadable: float = Field(default=-0.5, ge=-1000, le=1000)
+    """Reward of a completion without readable answer under `math`. Less than `right`."""
+
+    format_rules: Annotated[tuple[FormatRule, ...], as_tuple] = ()
+    """List of `{pattern, weight}`, added to the reward of any function."""
+
+    timeout_s: float = Field(default=5.0, gt=0, le=86400)
+    """Seconds one judgement may take, counted from its start and not from the queue; then its worker is killed and the
+    rollout fails with the cause `timeout`."""
+
+    workers: int = Field(default=1, ge=1, le=1024)
+    """Worker processes. They compete with training for the same cores."""
+
+    memory_mib: int = Field(default=1024, ge=64)
+    """Address space of one worker in MiB; a judgement that needs more fails."""
+
+
+class TaskSettings(Section):
+    """The questions: what to train on and what to hold out."""
+
+    source: TaskSource = "sums"
+    """`sums` or `products` (built in), `reasoning_gym:NAME` (needs that package), a JSONL file, or `module:function` that
+    returns rows."""
+
+    prompt_column: str = Field(default="prompt", min_length=1)
+    """Column with the prompt: text, or a list of chat messages with `role` and `content`."""
+
+    answer_column: str = Field(default="answer", min_length=1)
+    """Column with the right answer, text or number. All other columns reach the reward function."""
+
+    eval_source: TaskSource | None = None
+    """Held-out questions, in the forms of `source`. `null` sets `eval_size` questions of `source` aside."""
+
+    eval_size: int = Field(default=40, ge=1)
+    """Held-out questions, disjoint from training with swapped twins (3 + 4 and 4 + 3). More narrows the confidence interval
+    and lengthens each evaluation."""
+
+    max_operand: int = Field(default=12, ge=1, le=1_000_000)
+    """Largest operand of `sums` and `products`; operands start at 0."""
+
+    instruction: str = ""
+    """Text added to the end of every question after a line break, for instance how to give the answer."""
+
+    strict: bool = True
+    """`true`: a broken row stops the start with its file and line. `false`: it is left out, counted and shown."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the held-out split and the order of questions; separate from `run.seed`, so that runs of different seeds can be
+    compared on the same questions."""
+
+
+class EngineSettings(Section):
+    """The rollout engine on the shared base."""
+
+    max_running: int = Field(default=64, ge=1, le=65536)
+    """Sequences decoded together. More is faster per token and needs more KV memory; results do not depend on it."""
+
+    kv_memory_mib: int = Field(default=512, ge=1)
+    """Bound of the KV cache in MiB; requests wait when it is full. It must hold at least one longest sequence."""
+
+    max_live_versions: int = Field(default=4, ge=2, le=1024)
+    """Adapter versions held at once. A publication waits while all of them still have running requests."""
+
+    prefill_tokens_per_tick: int = Field(default=2048, ge=1)
+    """Prompt tokens computed between two decode steps. More starts new groups sooner, less keeps running ones steady."""
