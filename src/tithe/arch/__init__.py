@@ -1,0 +1,26 @@
+"""Checkpoints and architectures: configuration → tensor names, shapes, formats and bytes. Free of torch.
+
+`read_checkpoint` opens a GGUF file or a Hugging Face directory as a `Checkpoint` whose `TensorEntry`s are memory-mapped
+and read lazily; `ArchSpec` and the functions on it need no file and no numpy, for the planner.
+"""
+
+from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes
+from tithe.arch.formats import TensorFormat, grouped_bytes
+from tithe.arch.locate import find_demo_model, read_checkpoint
+from tithe.arch.spec import Architecture, ArchSpec, kv_bytes_per_token, linear_shapes, tensor_shapes
+
+__all__ = [
+    "ArchSpec",
+    "Architecture",
+    "Checkpoint",
+    "GenerationInfo",
+    "TensorEntry",
+    "TensorFormat",
+    "base_bytes",
+    "find_demo_model",
+    "grouped_bytes",
+    "kv_bytes_per_token",
+    "linear_shapes",
+    "read_checkpoint",
+    "tensor_shapes",
+]

@@ -1,0 +1,183 @@
+"""A checkpoint as data: configuration, tensors that are read lazily, what generation needs, and a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tithe.arch.files import MappedFile, quote
+from tithe.arch.formats import TensorFormat
+from tithe.arch.spec import Architecture, ArchSpec, tensor_shapes
+from tithe.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor in place in its file.
+
+    Example::
+
+        entry = checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"]
+        entry.shape, entry.format, entry.n_bytes     # (576, 576), TensorFormat.Q4_1, 207360
+        entry.read().shape                           # (576, 360): one row of packed bytes per output
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    """(out, in) for matrices, (n,) for norms and biases."""
+    format: TensorFormat
+    n_bytes: int
+    file: MappedFile = field(repr=False)
+    offset: int
+    permute_heads: int = 0
+    """Heads whose rows the file keeps in GGUF's interleaved rotary order; 0 when the file's order is canonical."""
+
+    def read(self) -> np.ndarray:
+        """uint8 [out, bytes per row] in canonical row order; [n, bytes per element] for one dimension.
+
+        A view into the memory map, or a copy of this one tensor when its rows are permuted.
+        """
+        rows = self.read_file_order()
+        order = self.row_order()
+        return rows if order is None else rows[order]
+
+    def read_file_order(self) -> np.ndarray:
+        """As `read`, always a view, with the rows as the file has them."""
+        raw = self.file.view(self.offset, self.n_bytes)
+        rows = self.shape[0] if self.shape else 1
+        return raw.reshape(rows, self.n_bytes // rows if rows else 0)
+
+    def row_order(self) -> np.ndarray | None:
+        """int64 [out]: canonical row i is row `row_order()[i]` of the file; `None` when they are the same.
+
+        llama.cpp stores a head's rotary pairs (i, i + d/2) side by side; whole rows move, so packed bytes can too.
+        """
+        if not self.permute_heads:
+            return None
+        import numpy as np  # noqa: PLC0415  see MappedFile.view
+
+        rows = np.arange(self.shape[0])
+        return rows.reshape(self.permute_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class GenerationInfo:
+    """What generation needs of a checkpoint; text templates are untrusted and only run in a sandbox."""
+
+    eos_token_ids: frozenset[int]
+    """Ids that end a sequence; empty when the checkpoint names none."""
+    bos_token_id: int | None
+    chat_template: str | None
+    tokenizer_path: Path
+    """The GGUF file, or the directory that holds tokenizer.json."""
+    tokenizer_size: int | None
+    """Highest token id + 1; `None` when the checkpoint has no tokenizer."""
+
+
+class Checkpoint:
+    """A complete, checked checkpoint. Every tensor the architecture needs is present with the right shape.
+
+    `config` has Hugging Face's keys with resolved values: `vocab_size` is the embedding's number of rows,
+    `rope_parameters` replaces the older rotary keys, `head_dim`, `num_key_value_heads`, `rms_norm_eps` and
+    `tie_word_embeddings` are always there. `metadata` holds a GGUF file's own keys and is empty otherwise.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        tensors: dict[str, TensorEntry],
+        generation: GenerationInfo,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Check `tensors` against `config`. Raises `ModelError` naming what is missing, unknown or misshapen."""
+        self.path = path
+        self.generation = generation
+        self.metadata: Mapping[str, Any] = metadata or {}
+        self.config = {**config, "vocab_size": _embedding_rows(path, tensors)}
+        self.spec = ArchSpec.from_config(self.config)
+        self.tensors = _check_tensors(path, self.spec, tensors)
+        size = generation.tokenizer_size
+        if size is not None and self.spec.vocab_size < size:
+            raise ModelError(
+                f"{path}: the embedding has {self.spec.vocab_size} rows but the tokenizer has {size} tokens; "
+                f"tokenizer and weights do not belong together: use the files of one release"
+            )
+
+    @property
+    def architecture(self) -> Architecture:
+        """The model type."""
+        return self.spec.architecture
+
+    @property
+    def padded_vocab(self) -> range:
+        """Ids that have a row but no token: they are never sampled. Empty when there are none."""
+        size = self.generation.tokenizer_size
+        return range(self.spec.vocab_size if size is None else size, self.spec.vocab_size)
+
+    def checksum(self) -> str:
+        """sha256 hex over names, shapes, formats and bytes of all tensors, by name; computed once.
+
+        Equal for one file and for the same tensors in several. Reads every byte: about 1 s per GB.
+        """
+        return self._checksum
+
+    @cached_property
+    def _checksum(self) -> str:
+        digest = hashlib.sha256()
+        for name in sorted(self.tensors):
+            entry = self.tensors[name]
+            digest.update(f"{name}\n{entry.shape}\n{entry.format}\n{entry.permute_heads}\n".encode())
+            digest.update(entry.file.bytes_view(entry.offset, entry.n_bytes))
+        return digest.hexdigest()
+
+
+def base_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all tensors as stored: what a base that keeps the file's formats holds in memory."""
+    return sum(entry.n_bytes for entry in checkpoint.tensors.values())
+
+
+def _embedding_rows(path: Path, tensors: Mapping[str, TensorEntry]) -> int:
+    """The vocabulary size is the embedding's: tokenizers and configs disagree with padded files."""
+    entry = tensors.get("model.embed_tokens.weight")
+    if entry is None or len(entry.shape) != 2:
+        raise ModelError(f"{path}: the token embedding (model.embed_tokens.weight) is missing or not a matrix")
+    return entry.shape[0]
+
+
+def _check_tensors(path: Path, spec: ArchSpec, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors in the architecture's own order; a redundant copy of a tied head is left out."""
+    expected = tensor_shapes(spec)
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ModelError(f"{path}: tensors are missing: {_some(missing)}; fetch the complete checkpoint")
+    ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set[str]()
+    unknown = [name for name in tensors if name not in expected and name not in ignored]
+    if unknown:
+        raise ModelError(
+            f"{path}: tensors that a {spec.architecture} model of this config does not have: {_some(unknown)}; "
+            f"ignoring them would compute another model"
+        )
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ModelError(
+                f"{path}: {name} has shape {tensors[name].shape} but the config says {shape}; "
+                f"config and weights do not belong together"
+            )
+    return {name: tensors[name] for name in expected}
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    shown = ", ".join(quote(name) for name in names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

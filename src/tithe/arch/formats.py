@@ -1,0 +1,116 @@
+"""Storage formats of a base tensor and the bytes they take: the one byte accounting of the house.
+
+Planner and loader both call `TensorFormat.n_bytes`. This module imports neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final
+
+
+class TensorFormat(enum.StrEnum):
+    """How the elements of one tensor lie in its file, innermost dimension first.
+
+    A quantized format stores each row as consecutive blocks; a block is never split between rows, so rows can be
+    sliced and permuted as bytes. Bit order, scale dtype and value range of each are in `tithe.quant.formats`.
+
+    >>> TensorFormat.Q4_1.block_size, TensorFormat.Q4_1.block_bytes, TensorFormat.Q4_1.n_bytes((1536, 576))
+    (32, 20, 552960)
+    """
+
+    Q4_0 = "Q4_0"
+    Q4_1 = "Q4_1"
+    Q8_0 = "Q8_0"
+    F16 = "F16"
+    BF16 = "BF16"
+    F32 = "F32"
+
+    @property
+    def block_size(self) -> int:
+        """Elements in one block; 1 for the floating-point formats."""
+        return _LAYOUT[self][0]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return _LAYOUT[self][1]
+
+    @property
+    def is_quantized(self) -> bool:
+        """True for the integer formats with a scale per block."""
+        return self.block_size > 1
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of one element, its share of the scales included."""
+        return self.block_bytes / self.block_size
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one row of `width` elements; `ValueError` when blocks do not fill the row."""
+        blocks, rest = divmod(width, self.block_size)
+        if rest:
+            raise ValueError(f"a row of {width} elements is not a whole number of {self} blocks of {self.block_size}")
+        return blocks * self.block_bytes
+
+    def n_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a tensor of this shape (innermost dimension last); `ValueError` as in `row_bytes`."""
+        if not shape:
+            return self.row_bytes(1)
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        return rows * self.row_bytes(shape[-1])
+
+
+_LAYOUT: Final[dict[TensorFormat, tuple[int, int]]] = {
+    TensorFormat.Q4_0: (32, 2 + 16),
+    TensorFormat.Q4_1: (32, 2 + 2 + 16),
+    TensorFormat.Q8_0: (32, 2 + 32),
+    TensorFormat.F16: (1, 2),
+    TensorFormat.BF16: (1, 2),
+    TensorFormat.F32: (1, 4),
+}
+
+SUPPORTED_FORMATS: Final = ", ".join(TensorFormat)
+
+GGML_FORMATS: Final[dict[int, TensorFormat]] = {
+    0: TensorFormat.F32,
+    1: TensorFormat.F16,
+    2: TensorFormat.Q4_0,
+    3: TensorFormat.Q4_1,
+    8: TensorFormat.Q8_0,
+    30: TensorFormat.BF16,
+}
+"""GGUF's tensor type numbers that Tithe reads."""
+
+SAFETENSORS_FORMATS: Final[dict[str, TensorFormat]] = {
+    "F16": TensorFormat.F16,
+    "BF16": TensorFormat.BF16,
+    "F32": TensorFormat.F32,
+}
+"""Safetensors' dtype names that Tithe reads."""
+
+_OTHER_GGML_NAMES: Final[dict[int, str]] = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    40: "NVFP4",
+}  # fmt: skip
+
+
+def ggml_type_name(number: int) -> str:
+    """Name of a GGUF tensor type, also of those Tithe does not read, for messages."""
+    known = GGML_FORMATS.get(number)
+    return str(known) if known else _OTHER_GGML_NAMES.get(number, f"number {number}")
+
+
+def grouped_bytes(n_weights: int, *, bits: int, group: int, scale_bytes: int, zero_bytes: int = 0) -> int:
+    """Bytes of `n_weights` integers of `bits` bits with one scale (and zero point) per `group` weights, rounded up.
+
+    >>> grouped_bytes(64, bits=4, group=64, scale_bytes=2) / 64
+    0.53125
+    """
+    groups = -(-n_weights // group)
+    return -(-n_weights * bits // 8) + groups * (scale_bytes + zero_bytes)
