@@ -1,0 +1,21 @@
+"""LoRA adapters: what one is (`LoraSpec`), which linears it sits on, fresh tensors, PEFT's format on disk, and the bank
+of immutable versions that live on one base at once.
+"""
+
+from tithe.lora.init import init_tensors
+from tithe.lora.peft_io import check_adapter, load_adapter, save_adapter, write_adapter_files
+from tithe.lora.spec import ALL_LINEAR, LoraSpec, matches, module_of, resolve_targets, tensor_names
+
+__all__ = [
+    "ALL_LINEAR",
+    "LoraSpec",
+    "check_adapter",
+    "init_tensors",
+    "load_adapter",
+    "matches",
+    "module_of",
+    "resolve_targets",
+    "save_adapter",
+    "tensor_names",
+    "write_adapter_files",
+]
