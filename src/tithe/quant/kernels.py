@@ -1,0 +1,301 @@
+"""Kernels over packed matrices: product, row gather, row-major expansion. Layouts are defined in `tithe.quant.matrix`.
+
+Argument order of every kernel is written above it; a pointer is an integer address, a stride counts elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from tithe.quant.runtime import (
+    as_float,
+    bf16_to_f32,
+    bits_to_f32,
+    f16_to_f32,
+    f32_to_bf16,
+    f32p,
+    fma,
+    i8p,
+    i32p,
+    kernel,
+    next_slot,
+    next_task,
+    stack_f32,
+    u8p,
+    u16p,
+    u32p,
+)
+from tithe.quant.tile import (
+    DOT_ROWS,
+    FMA_ROWS,
+    dot_row,
+    dot_row_add,
+    dot_tile,
+    dot_tile_add,
+    fma_row,
+    fma_row_add,
+    fma_tile,
+    fma_tile_add,
+)
+
+INT4, INT8, BF16, FP32 = 0, 1, 2, 3
+GROUP = 32
+_NO_SCALE = np.float32(0.0)
+
+
+@njit(inline="always")
+def _round_bf16(x: Any) -> Any:
+    return bf16_to_f32(f32_to_bf16(x))
+
+
+@njit
+def _expand_int4_pairs(data: Any, scale: Any, zero: Any, panel: Any, steps: Any, out: Any) -> None:
+    """Panel number `panel` of an INT4 matrix as bf16 pairs [K/2][48]."""
+    q = u8p(data + panel * steps * 48)
+    d16 = u16p(scale + panel * (steps // 16) * 96)
+    m16 = u16p(zero + panel * (steps // 16) * 96)
+    o = u32p(out)
+    d = stack_f32(48)
+    m = stack_f32(48)
+    for g in range(steps // 16):
+        for n in range(48):
+            d[n] = f16_to_f32(d16[g * 48 + n])
+            m[n] = f16_to_f32(m16[g * 48 + n])
+        for p in range(16):
+            row = (g * 16 + p) * 48
+            for n in range(48):
+                b = np.int32(q[row + n])
+                low = np.uint32(f32_to_bf16(fma(np.float32(b & np.int32(15)), d[n], m[n])))
+                high = np.uint32(f32_to_bf16(fma(np.float32(b >> np.int32(4)), d[n], m[n])))
+                o[row + n] = low | (high << np.uint32(16))
+
+
+@njit
+def _expand_int8_pairs(data: Any, scale: Any, panel: Any, steps: Any, out: Any) -> None:
+    """Panel number `panel` of an INT8 matrix as bf16 pairs [K/2][48]."""
+    q = i8p(data + panel * steps * 96)
+    d16 = u16p(scale + panel * (steps // 16) * 96)
+    o = u32p(out)
+    d = stack_f32(48)
+    for g in range(steps // 16):
+        for n in range(48):
+            d[n] = f16_to_f32(d16[g * 48 + n])
+        for p in range(16):
+            row = (g * 16 + p) * 96
+            for n in range(48):
+                low = np.uint32(f32_to_bf16(np.float32(q[row + n]) * d[n]))
+                high = np.uint32(f32_to_bf16(np.float32(q[row + 48 + n]) * d[n]))
+                o[row // 2 + n] = low | (high << np.uint32(16))
+
+
+@njit
+def _expand_f32(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, rounded: Any, out: Any) -> None:
+    """Panel number `panel` of any matrix as float32 [K][48]; `rounded` keeps W̃ at bf16 values."""
+    o = f32p(out)
+    groups = steps // 16
+    if kind == BF16:
+        pairs = u32p(data + panel * steps * 192)
+        for p in range(steps):
+            for n in range(48):
+                bits = pairs[p * 48 + n]
+                o[2 * p * 48 + n] = bits_to_f32(bits << np.uint32(16))
+                o[(2 * p + 1) * 48 + n] = bits_to_f32(bits & np.uint32(0xFFFF0000))
+        return
+    d16 = u16p(scale + panel * groups * 96)
+    m16 = u16p(zero + panel * groups * 96)
+    q4 = u8p(data + panel * steps * 48)
+    q8 = i8p(data + panel * steps * 96)
+    for g in range(groups):
+        for p in range(g * 16, g * 16 + 16):
+            for n in range(48):
+                d = f16_to_f32(d16[g * 48 + n])
+                if kind == INT4:
+                    m = f16_to_f32(m16[g * 48 + n])
+                    b = np.int32(q4[p * 48 + n])
+                    low = fma(np.float32(b & np.int32(15)), d, m)
+                    high = fma(np.float32(b >> np.int32(4)), d, m)
+                else:
+                    low = np.float32(q8[p * 96 + n]) * d
+                    high = np.float32(q8[p * 96 + 48 + n]) * d
+                o[2 * p * 48 + n] = _round_bf16(low) if rounded else low
+                o[(2 * p + 1) * 48 + n] = _round_bf16(high) if rounded else high
+
+
+@njit
+def _finish(tile: Any, rows: Any, columns: Any, out: Any, ldo: Any, out_bf16: Any, add: Any, scale: Any) -> None:
+    """Write a [rows, columns] corner of a 48-wide float32 tile to a float32 or bf16 output."""
+    for r in range(rows):
+        if out_bf16:
+            o16 = u16p(out + r * ldo * 2)
+            for c in range(columns):
+                o16[c] = f32_to_bf16(tile[r * 48 + c])
+        else:
+            o32 = f32p(out + r * ldo * 4)
+            for c in range(columns):
+                o32[c] = fma(scale, tile[r * 48 + c], o32[c]) if add else tile[r * 48 + c]
+
+
+# x, ldx (pairs), rows, steps (K/2), out, ldo, columns (N), kind, data, scale, zero, scratch, scratch_stride (bytes), add, factor, out_bf16
+@kernel
+def matmul_dot(args: Any) -> None:
+    """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ) with bf16 operands and float32 accumulation; one task per panel."""
+    x, ldx, rows, steps, out, ldo, columns = args[3], args[4], args[5], args[6], args[7], args[8], args[9]
+    kind, data, scale, zero = args[10], args[11], args[12], args[13]
+    scratch = args[14] + next_slot(args) * args[15]
+    add, factor, out_bf16 = args[16] != 0, np.float32(as_float(args[17])), args[18] != 0
+    size = 2 if out_bf16 else 4
+    tile = stack_f32(384)
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        panel = scratch
+        if kind == INT4:
+            _expand_int4_pairs(data, scale, zero, t, steps, scratch)
+        elif kind == INT8:
+            _expand_int8_pairs(data, scale, t, steps, scratch)
+        else:
+            panel = data + t * steps * 192
+        w = u32p(panel)
+        width = min(48, columns - t * 48)
+        via_tile = out_bf16 or width < 48
+        for i in range(0, rows, DOT_ROWS):
+            count = min(DOT_ROWS, rows - i)
+            target = out + (i * ldo + t * 48) * size
+            if count == DOT_ROWS and not via_tile and not add:
+                dot_tile(u32p(x + i * ldx * 4), ldx, w, steps, f32p(target), ldo, _NO_SCALE)
+            elif count == DOT_ROWS and not via_tile:
+                dot_tile_add(u32p(x + i * ldx * 4), ldx, w, steps, f32p(target), ldo, factor)
+            elif count == DOT_ROWS:
+                dot_tile(u32p(x + i * ldx * 4), ldx, w, steps, tile, 48, _NO_SCALE)
+                _finish(tile, count, width, target, ldo, out_bf16, add, factor)
+            else:
+                for r in range(count):
+                    row = u32p(x + (i + r) * ldx * 4)
+                    if via_tile:
+                        dot_row(row, ldx, w, steps, tile, 48, _NO_SCALE)
+                        _finish(tile, 1, width, target + r * ldo * size, ldo, out_bf16, add, factor)
+                    elif add:
+                        dot_row_add(row, ldx, w, steps, f32p(target + r * ldo * 4), ldo, factor)
+                    else:
+                        dot_row(row, ldx, w, steps, f32p(target + r * ldo * 4), ldo, _NO_SCALE)
+
+
+# the same arguments; x and ldx count float32; slot 19: W̃ rounded to bf16
+@kernel
+def matmul_fma(args: Any) -> None:
+    """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ) with float32 operands; one task per panel."""
+    x, ldx, rows, steps, out, ldo, columns = args[3], args[4], args[5], args[6], args[7], args[8], args[9]
+    kind, data, scale, zero = args[10], args[11], args[12], args[13]
+    scratch = args[14] + next_slot(args) * args[15]
+    add, factor, out_bf16, rounded = args[16] != 0, np.float32(as_float(args[17])), args[18] != 0, args[19] != 0
+    size = 2 if out_bf16 else 4
+    tile = stack_f32(384)
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        panel = scratch
+        if kind == FP32:
+            panel = data + t * steps * 384
+        else:
+            _expand_f32(kind, data, scale, zero, t, steps, rounded, scratch)
+        w = f32p(panel)
+        width = min(48, columns - t * 48)
+        via_tile = out_bf16 or width < 48
+        for i in range(0, rows, FMA_ROWS):
+            count = min(FMA_ROWS, rows - i)
+            target = out + (i * ldo + t * 48) * size
+            if count == FMA_ROWS and not via_tile and not add:
+                fma_tile(f32p(x + i * ldx * 4), ldx, w, steps * 2, f32p(target), ldo, _NO_SCALE)
+            elif count == FMA_ROWS and not via_tile:
+                fma_tile_add(f32p(x + i * ldx * 4), ldx, w, steps * 2, f32p(target), ldo, factor)
+            elif count == FMA_ROWS:
+                fma_tile(f32p(x + i * ldx * 4), ldx, w, steps * 2, tile, 48, _NO_SCALE)
+                _finish(tile, count, width, target, ldo, out_bf16, add, factor)
+            else:
+                for r in range(count):
+                    row = f32p(x + (i + r) * ldx * 4)
+                    if via_tile:
+                        fma_row(row, ldx, w, steps * 2, tile, 48, _NO_SCALE)
+                        _finish(tile, 1, width, target + r * ldo * size, ldo, out_bf16, add, factor)
+                    elif add:
+                        fma_row_add(row, ldx, w, steps * 2, f32p(target + r * ldo * 4), ldo, factor)
+                    else:
+                        fma_row(row, ldx, w, steps * 2, f32p(target + r * ldo * 4), ldo, _NO_SCALE)
+
+
+@njit(inline="always")
+def _weight(kind: Any, data: Any, scale: Any, zero: Any, steps: Any, row: Any, k: Any) -> Any:
+    """W̃[row, k] before bf16 rounding."""
+    panel, n, p, odd = row // 48, row % 48, k // 2, k % 2
+    group = ((panel * (steps // 16) + p // 16) * 48 + n) * 2
+    if kind == BF16:
+        return bf16_to_f32(u16p(data)[((panel * steps + p) * 48 + n) * 2 + odd])
+    if kind == FP32:
+        return f32p(data)[(panel * steps * 2 + k) * 48 + n]
+    d = f16_to_f32(u16p(scale + group)[0])
+    if kind == INT4:
+        b = np.int32(u8p(data)[(panel * steps + p) * 48 + n])
+        q = b >> np.int32(4) if odd == 1 else b & np.int32(15)
+        return fma(np.float32(q), d, f16_to_f32(u16p(zero + group)[0]))
+    return np.float32(i8p(data)[((panel * steps + p) * 2 + odd) * 48 + n]) * d
+
+
+# rows (int32 ids), steps, out (float32 [tasks, K]), kind, data, scale, zero, rounded
+@kernel
+def gather_rows(args: Any) -> None:
+    """out[t] = W̃[ids[t]] in float32: the embedding look-up on a packed matrix."""
+    ids, steps, kind, data, scale, zero = i32p(args[3]), args[4], args[6], args[7], args[8], args[9]
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        o = f32p(args[5] + t * steps * 8)
+        for k in range(steps * 2):
+            w = _weight(kind, data, scale, zero, steps, np.int64(ids[t]), k)
+            o[k] = _round_bf16(w) if args[10] != 0 else w
+
+
+# steps, rows (N), out (bf16 [N, K]), kind, data, scale, zero, scratch, scratch_stride
+@kernel
+def expand_rows_bf16(args: Any) -> None:
+    """Row-major bf16 W̃ [N, K] for the input gradient; one task per panel."""
+    steps, rows, kind, data, scale, zero = args[3], args[4], args[6], args[7], args[8], args[9]
+    scratch = args[10] + next_slot(args) * args[11]
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        source = scratch
+        if kind == INT4:
+            _expand_int4_pairs(data, scale, zero, t, steps, scratch)
+        elif kind == INT8:
+            _expand_int8_pairs(data, scale, t, steps, scratch)
+        else:
+            source = data + t * steps * 192
+        pairs = u32p(source)
+        width = min(48, rows - t * 48)
+        o = u32p(args[5] + t * 48 * steps * 4)
+        for block in range(0, steps, 16):  # 16 pairs of a row are one cache line of the output
+            for n in range(width):
+                for p in range(block, min(block + 16, steps)):
+                    o[n * steps + p] = pairs[p * 48 + n]
+
+
+# steps, rows (N), out (float32 [N, K]), kind, data, scale, zero, rounded
+@kernel
+def expand_rows_f32(args: Any) -> None:
+    """Row-major float32 W̃ [N, K]; one task per row."""
+    steps, kind, data, scale, zero = args[3], args[6], args[7], args[8], args[9]
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        o = f32p(args[5] + t * steps * 8)
+        for k in range(steps * 2):
+            w = _weight(kind, data, scale, zero, steps, t, k)
+            o[k] = _round_bf16(w) if args[10] != 0 else w

@@ -1,0 +1,205 @@
+"""`PackedMatrix`: one frozen weight matrix W [N out, K in] in the layout its kernels read, and what can be done with it.
+
+Rows are stored in panels of 48 (the last one zero-padded), k innermost in pairs, so that the product streams memory:
+
+| kind | data | scale, zero |
+|---|---|---|
+| INT4 | uint8 [panels, K/2, 48]; low nibble k even, high nibble k odd, 0..15 | fp16 [panels, K/32, 48] each; w = q·scale + zero |
+| INT8 | int8 [panels, K/2, 2, 48], -128..127 | fp16 [panels, K/32, 48]; w = q·scale |
+| BF16 | bf16 [panels, K/2, 48, 2] | – |
+| FP32 | float32 [panels, K, 48] | – |
+
+Group size is 32 along K. The scales are the file's own half-precision numbers; only the order of the nibbles changes,
+so a packed matrix takes exactly the bytes of its GGUF tensor (Q4_1: 20 per 32 weights, Q8_0: 34).
+
+W̃, what the kernels multiply by: float32 fma(q, scale, zero), rounded to bf16 when the base dtype is bf16
+(round to nearest even). It is the same in packed and in dequantized (BF16) storage, bit for bit: one policy, two layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.quant import kernels
+from tithe.quant.runtime import HAS_BF16_DOT, block, set_kernel_threads
+from tithe.quant.tile import PANEL
+
+GROUP = kernels.GROUP
+_NAMES = {kernels.INT4: "int4", kernels.INT8: "int8", kernels.BF16: "bf16", kernels.FP32: "fp32"}
+
+
+class _Scratch:
+    """Per-thread panel buffers, grown on demand and shared by every launch (launches never overlap: one lane)."""
+
+    def __init__(self) -> None:
+        self.threads = 1
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.stride = 0
+
+    def reserve(self, panel_bytes: int) -> tuple[int, int]:
+        if panel_bytes > self.stride:
+            self.stride = -(-panel_bytes // 4096) * 4096 + 4096
+            self.buffer = torch.empty(self.stride * self.threads + 64, dtype=torch.uint8)
+        address = self.buffer.data_ptr()
+        return address + (-address) % 64, self.stride
+
+
+_scratch = _Scratch()
+
+
+def set_threads(n: int) -> None:
+    """Use n threads in torch and in the kernels alike."""
+    torch.set_num_threads(n)
+    set_kernel_threads(n)
+    _scratch.threads = n
+    _scratch.stride = 0
+    _scratch.reserve(1)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """A frozen matrix W [rows N, columns K]; `rounded` says that W̃ is rounded to bf16."""
+
+    kind: int
+    rows: int
+    columns: int
+    data: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    rounded: bool = True
+
+    @property
+    def name(self) -> str:
+        """Storage kind: int4, int8, bf16 or fp32."""
+        return _NAMES[self.kind]
+
+    @property
+    def panels(self) -> int:
+        """Number of 48-row panels."""
+        return -(-self.rows // PANEL)
+
+    @property
+    def n_bytes(self) -> int:
+        """Resident bytes of data, scales and zeros."""
+        return sum(t.numel() * t.element_size() for t in self.storages())
+
+    def storages(self) -> list[Tensor]:
+        """The tensors that hold the matrix."""
+        return [t for t in (self.data, self.scale, self.zero) if t is not None]
+
+    def _source(self) -> list[int]:
+        return [
+            self.kind,
+            self.data.data_ptr(),
+            self.scale.data_ptr() if self.scale is not None else 0,
+            self.zero.data_ptr() if self.zero is not None else 0,
+        ]
+
+    def matmul_block(self, x: Tensor, out: Tensor, *, add: bool = False, factor: float = 1.0) -> np.ndarray:
+        """Argument block of one product on fixed buffers; `launch_matmul` runs it any number of times."""
+        steps = self.columns // 2
+        rows, size = x.shape[0], x.element_size()
+        address, stride = _scratch.reserve(steps * PANEL * (4 if x.dtype == torch.bfloat16 else 8))
+        args = [x.data_ptr(), x.stride(0) * size // 4, rows, steps, out.data_ptr(), out.stride(0), self.rows]
+        args += [*self._source(), address, stride, int(add)]
+        return block(self.panels, [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded)])
+
+    def matmul(self, x: Tensor, out: Tensor | None = None, *, add: bool = False, factor: float = 1.0) -> Tensor:
+        """x·W̃ᵀ: x [M, K] bf16 or float32 → out [M, N] float32 (or bf16), accumulated in float32.
+
+        With `add`, out += factor·x·W̃ᵀ in one fused step. A row's result does not depend on M. bf16 x on a
+        processor without a bf16 dot product is widened first; W̃ is the same there.
+        """
+        if x.shape[-1] != self.columns:
+            raise ValueError(f"x has {x.shape[-1]} columns, the matrix {self.columns}")
+        if x.dtype == torch.bfloat16 and not (HAS_BF16_DOT and self.kind != kernels.FP32):
+            x = x.float()
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        if out is None:
+            out = torch.empty(x.shape[0], self.rows)
+        launch_matmul(self.matmul_block(x, out, add=add, factor=factor), x.dtype)
+        return out
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """W̃[ids]: int32 [R] → float32 [R, K]. Ids must be valid (checked by the caller once per request)."""
+        out = torch.empty(len(ids), self.columns)
+        args = [ids.data_ptr(), self.columns // 2, out.data_ptr(), *self._source(), int(self.rounded)]
+        kernels.gather_rows.launch(block(len(ids), args))
+        return out
+
+    def expand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Row-major W̃ [N, K] as bf16 or float32, for the input gradient and for tests."""
+        out = torch.empty(self.rows, self.columns, dtype=dtype) if out is None else out
+        head = [self.columns // 2, self.rows, out.data_ptr(), *self._source()]
+        if dtype == torch.bfloat16 and self.kind != kernels.FP32:
+            address, stride = _scratch.reserve(self.columns // 2 * PANEL * 4)
+            kernels.expand_rows_bf16.launch(block(self.panels, [*head, address, stride]))
+        elif dtype == torch.bfloat16:
+            out.copy_(self.expand(torch.float32))
+        else:
+            kernels.expand_rows_f32.launch(block(self.rows, [*head, int(self.rounded)]))
+        return out
+
+    def dequantized(self) -> PackedMatrix:
+        """The same W̃ in BF16 storage (or FP32 when W̃ is not rounded); the products keep their bits."""
+        if self.kind in (kernels.BF16, kernels.FP32):
+            return self
+        dtype = torch.bfloat16 if self.rounded else torch.float32
+        return pack_dense(self.expand(dtype), rounded=self.rounded)
+
+
+def launch_matmul(args: np.ndarray, dtype: torch.dtype) -> None:
+    """Run a block made by `matmul_block` for operands of `dtype`."""
+    (kernels.matmul_dot if dtype == torch.bfloat16 else kernels.matmul_fma).launch(args)
+
+
+def _panelled(x: np.ndarray) -> np.ndarray:
+    """[N, ...] → [panels, 48, ...], zero-padded."""
+    n = x.shape[0]
+    pad = -n % PANEL
+    if pad:
+        x = np.concatenate([x, np.zeros((pad, *x.shape[1:]), x.dtype)])
+    return x.reshape(-1, PANEL, *x.shape[1:])
+
+
+def _groups(x: np.ndarray) -> Tensor:
+    """fp16 [N, K/32] → torch fp16 [panels, K/32, 48]."""
+    return torch.from_numpy(np.ascontiguousarray(_panelled(x.astype(np.float16)).transpose(0, 2, 1)))
+
+
+def pack_int4(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
+    """Pack q uint8 [N, K] in 0..15 with fp16 scale and zero [N, K/32]; K must be a multiple of 32."""
+    rows, columns = q.shape
+    pairs = _panelled((q[:, 0::2] | (q[:, 1::2] << 4)).astype(np.uint8))
+    data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 1)))
+    return PackedMatrix(kernels.INT4, rows, columns, data, _groups(scale), _groups(zero), rounded)
+
+
+def pack_int8(q: np.ndarray, scale: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
+    """Pack q int8 [N, K] with fp16 scale [N, K/32]; K must be a multiple of 32."""
+    rows, columns = q.shape
+    pairs = _panelled(q.astype(np.int8)).reshape(-1, PANEL, columns // 2, 2)
+    data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 3, 1)))
+    return PackedMatrix(kernels.INT8, rows, columns, data, _groups(scale), None, rounded)
+
+
+def pack_dense(w: Tensor, *, rounded: bool = True) -> PackedMatrix:
+    """Store w [N, K] as BF16 (`rounded`) or FP32. An odd K is refused (pairs)."""
+    rows, columns = w.shape
+    if columns % 2:
+        raise ValueError(f"a matrix of {columns} columns cannot be stored in pairs")
+    pad = -rows % PANEL
+    dtype = torch.bfloat16 if rounded else torch.float32
+    full = torch.zeros(rows + pad, columns, dtype=dtype)
+    full[:rows] = w
+    if rounded:
+        data = full.view(-1, PANEL, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
+        return PackedMatrix(kernels.BF16, rows, columns, data, rounded=True)
+    data = full.view(-1, PANEL, columns).permute(0, 2, 1).contiguous()
+    return PackedMatrix(kernels.FP32, rows, columns, data, rounded=False)
+
+

@@ -1,0 +1,275 @@
+"""Kernels compiled by Numba that run inside torch's own OpenMP pool.
+
+Two thread pools on a small machine fight: while torch's idle workers spin, a second pool's workers are
+scheduled away for milliseconds at a time. So a kernel here is a C function compiled by Numba (no compiler at install), and
+`Kernel.launch` hands it to the `GOMP_parallel` of the very libgomp that torch loaded: one pool, no oversubscription.
+Work is split by an atomic counter in the argument block, hence the same kernel is right on one thread too, which is
+what happens where no libgomp is found.
+
+An argument block is an int64 array: slot 0 is the work counter, slot 1 the number of tasks, slot 2 the next free scratch
+slot (one per thread that joined), the rest pointers and sizes. Every task must write only its own output, so results never depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+# The switch that makes torch behave like a processor without AVX-512 must bind these kernels too.
+if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+    os.environ.setdefault("NUMBA_CPU_NAME", "haswell")
+    os.environ.setdefault("NUMBA_CPU_FEATURES", "")
+
+from llvmlite import binding, ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic, overload
+
+COUNTER, TASKS, SLOT, FIRST = 0, 1, 2, 3
+_SIGNATURE = types.void(types.CPointer(types.int64))
+
+
+@lru_cache(maxsize=1)
+def _gomp_parallel() -> Any | None:
+    """`GOMP_parallel` of the libgomp already mapped into this process, or None (then kernels run serially)."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libgomp" in line}
+    except OSError:
+        return None
+    for path in sorted(paths):
+        entry = ctypes.CDLL(path).GOMP_parallel
+        entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        entry.restype = None
+        return entry
+    return None
+
+
+_threads = 1
+
+
+def _host_features() -> frozenset[str]:
+    if os.environ.get("NUMBA_CPU_NAME", "") not in ("", binding.get_host_cpu_name()):
+        return frozenset()
+    return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
+
+
+HAS_AVX512: bool = "avx512f" in _host_features()
+HAS_BF16_DOT: bool = HAS_AVX512 and "avx512bf16" in _host_features()
+
+
+def set_kernel_threads(n: int) -> None:
+    """Number of OpenMP threads of every later launch; keep it equal to ``torch.get_num_threads()``."""
+    global _threads
+    _threads = max(1, n)
+
+
+class Kernel:
+    """One compiled kernel. `launch(args)` blocks until all tasks are done and releases the GIL meanwhile."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        self._compiled = cfunc(_SIGNATURE, cache=True, error_model="numpy", nopython=True)(body)
+        self.address: int = self._compiled.address
+        self._serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def launch(self, args: np.ndarray) -> None:
+        """Run with an argument block (int64, C-contiguous); resets the work counter first."""
+        args[COUNTER] = 0
+        args[SLOT] = 0
+        parallel = _gomp_parallel()
+        if parallel is None or _threads == 1 or args[TASKS] == 1:
+            self._serial(args.ctypes.data)
+        else:
+            parallel(self.address, args.ctypes.data, _threads, 0)
+
+
+def kernel(body: Callable[..., None]) -> Kernel:
+    """Compile `body(args: int64*)` as a kernel."""
+    return Kernel(body)
+
+
+def block(tasks: int, values: Sequence[int | float]) -> np.ndarray:
+    """An argument block; floats travel as their float64 bits (read them with `as_float`)."""
+    args = np.empty(FIRST + len(values), np.int64)
+    args[COUNTER], args[TASKS], args[SLOT] = 0, tasks, 0
+    for i, value in enumerate(values):
+        if isinstance(value, float):
+            args[FIRST + i] = np.float64(value).view(np.int64)
+        else:
+            args[FIRST + i] = value
+    return args
+
+
+# ---------------------------------------------------------------- intrinsics: pointers, bits, atomics
+
+
+def _fetch_add(slot: int) -> Any:
+    @intrinsic
+    def take(typingctx: Any, args: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            place = builder.gep(values[0], [ir.Constant(ir.IntType(64), slot)])
+            return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+        return signature(types.int64, args), codegen
+
+    return take
+
+
+next_task = _fetch_add(COUNTER)  # the next task number
+next_slot = _fetch_add(SLOT)  # a scratch slot of this thread, below the number of threads
+
+
+def _pointer_cast(element: types.Type) -> Any:
+    @intrinsic
+    def cast(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(types.CPointer(element)))
+
+        return signature(types.CPointer(element), types.int64), codegen
+
+    return cast
+
+
+f32p = _pointer_cast(types.float32)
+u32p = _pointer_cast(types.uint32)
+u16p = _pointer_cast(types.uint16)
+u8p = _pointer_cast(types.uint8)
+i8p = _pointer_cast(types.int8)
+i32p = _pointer_cast(types.int32)
+i64p = _pointer_cast(types.int64)
+
+
+def _bitcast(source: types.Type, target: types.Type) -> Any:
+    @intrinsic
+    def cast(typingctx: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            return builder.bitcast(values[0], context.get_value_type(target))
+
+        return signature(target, source), codegen
+
+    return cast
+
+
+@intrinsic
+def f16_to_f32(typingctx: Any, bits: Any) -> Any:
+    """The float32 with the same value as the IEEE half bits (uint16)."""
+
+    def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+
+    return signature(types.float32, types.uint16), codegen
+
+
+bits_to_f32 = _bitcast(types.uint32, types.float32)
+f32_to_bits = _bitcast(types.float32, types.uint32)
+as_float = _bitcast(types.int64, types.float64)
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """Fused multiply-add in float32, one rounding, never split: the same in scalar and vector code."""
+
+    def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.fma(*values)
+
+    return signature(types.float32, types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def stack_f32(typingctx: Any, n: Any) -> Any:
+    """A float32 scratch array of a literal length on the stack."""
+    if not isinstance(n, types.IntegerLiteral):
+        return None
+    length = n.literal_value
+
+    def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        slot = cgutils.alloca_once(builder, ir.ArrayType(ir.FloatType(), length))
+        slot.align = 64
+        return builder.bitcast(slot, ir.PointerType(ir.FloatType()))
+
+    return signature(types.CPointer(types.float32), n), codegen
+
+
+# ---------------------------------------------------------------- bf16 as uint16
+
+
+@njit(inline="always")
+def bf16_to_f32(x: Any) -> Any:
+    """The float32 with the same value as the bf16 bits `x` (uint16)."""
+    return bits_to_f32(np.uint32(x) << np.uint32(16))
+
+
+@njit(inline="always")
+def f32_to_bf16(x: Any) -> Any:
+    """bf16 bits of a float32, round to nearest even (finite input; a NaN stays a NaN)."""
+    bits = f32_to_bits(np.float32(x))
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(rounded >> np.uint32(16))
+
+
+def load(p: Any, i: Any) -> Any:
+    """Element i of a bf16 (uint16) or float32 pointer, as float32; resolved at compile time."""
+    raise NotImplementedError
+
+
+def store(p: Any, i: Any, x: Any) -> None:
+    """Write float32 x as element i of a bf16 (uint16) or float32 pointer; resolved at compile time."""
+    raise NotImplementedError
+
+
+@overload(load, inline="always")
+def _load_overload(p: Any, i: Any) -> Any:
+    if p.dtype == types.uint16:
+        return lambda p, i: bf16_to_f32(p[i])
+    return lambda p, i: p[i]
+
+
+@overload(store, inline="always")
+def _store_overload(p: Any, i: Any, x: Any) -> Any:
+    if p.dtype == types.uint16:
+
+        def bf16(p: Any, i: Any, x: Any) -> None:
+            p[i] = f32_to_bf16(x)
+
+        return bf16
+
+    def f32(p: Any, i: Any, x: Any) -> None:
+        p[i] = np.float32(x)
+
+    return f32
+
+
+# ---------------------------------------------------------------- elementary functions with one answer everywhere
+
+_LOG2E = np.float32(math.log2(math.e))
+_LN2_HI = np.float32(0.693359375)
+_LN2_LO = np.float32(-2.12194440e-4)
+
+
+@njit(inline="always")
+def exp_f32(x: Any) -> Any:
+    """exp for float32 by range reduction and a degree-6 polynomial (Cephes `expf` coefficients), ≤ 2 ulp.
+
+    Vectorises, and gives the same bits in a vector lane as alone. Below -87.3 the answer is 0; above 88.3 it saturates.
+    """
+    x = min(x, np.float32(88.3762626647949))
+    flushed = x < np.float32(-87.3365)
+    x = max(x, np.float32(-87.3365))
+    n = np.floor(fma(x, _LOG2E, np.float32(0.5)))
+    r = fma(n, -_LN2_HI, x)
+    r = fma(n, -_LN2_LO, r)
+    p = fma(np.float32(1.9875691500e-4), r, np.float32(1.3981999507e-3))
+    p = fma(p, r, np.float32(8.3334519073e-3))
+    p = fma(p, r, np.float32(4.1665795894e-2))
+    p = fma(p, r, np.float32(1.6666665459e-1))
+    p = fma(p, r, np.float32(5.0000001201e-1))
+    p = fma(p, r * r, r) + np.float32(1.0)
+    scale = bits_to_f32(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+    return np.float32(0.0) if flushed else p * scale
