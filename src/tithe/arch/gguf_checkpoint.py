@@ -49,6 +49,7 @@ _REFUSED_KEYS: Final[dict[str, str]] = {
     "leading_dense_block_count": "leading dense layers",
 }
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+_UNUSED_TOKEN: Final = 5
 _LLAMA3_FACTORS: Final = (8.0, 32.0)
 """Scaling factors of the released Llama 3.1 and 3.2 models."""
 
@@ -141,7 +142,8 @@ def _llama3_rope(gguf: GgufFile, tensor: GgufTensor, rope: Mapping[str, Any]) ->
     stored = struct.unpack_from(f"<{count}f", gguf.file.buffer, tensor.offset)
     if all(value == 1.0 for value in stored):
         return dict(rope)
-    for factor in _LLAMA3_FACTORS:
+    for factor in _UNUSED_TOKEN: Final = 5
+_LLAMA3_FACTORS:
         found = {
             **rope,
             "rope_type": "llama3",
@@ -223,7 +225,6 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _generation(path: Path, metadata: Mapping[str, Any]) -> GenerationInfo:
     """End ids, chat template and tokenizer size from the `tokenizer.*` keys."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
     template = metadata.get("tokenizer.chat_template")
     ends = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
     return GenerationInfo(
@@ -231,5 +232,18 @@ def _generation(path: Path, metadata: Mapping[str, Any]) -> GenerationInfo:
         bos_token_id=_token_ids(metadata).get("bos_token_id"),
         chat_template=template if isinstance(template, str) else None,
         tokenizer_path=path,
-        tokenizer_size=len(tokens) if isinstance(tokens, GgufArray) else None,
+        tokenizer_size=_tokenizer_size(metadata),
     )
+
+
+def _tokenizer_size(metadata: Mapping[str, Any]) -> int | None:
+    """Number of tokens, without the unused ones at the end that the converter adds for padded embedding rows."""
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, GgufArray):
+        return None
+    size = len(tokens)
+    if isinstance(kinds, GgufArray) and len(kinds) == size:
+        types = kinds.values()
+        while size and types[size - 1] == _UNUSED_TOKEN:
+            size -= 1
+    return size

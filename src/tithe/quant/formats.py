@@ -4,13 +4,13 @@ A row of K weights is K/32 blocks one after the other; scales are IEEE half prec
 
 | format | block, in order | weight j of the block |
 |---|---|---|
-| Q4_0 | scale d, 16 bytes | d · (q − 8), q in 0..15 |
+| Q4_0 | scale d, 16 bytes | d · (q - 8), q in 0..15 |
 | Q4_1 | scale d, minimum m, 16 bytes | d · q + m, q in 0..15 |
-| Q8_0 | scale d, 32 signed bytes | d · q, q in −128..127 |
+| Q8_0 | scale d, 32 signed bytes | d · q, q in -128..127 |
 
-Bit order of the 16 bytes: the low nibble of byte j is weight j, its high nibble is weight j + 16. F16, BF16 and F32 hold
-one little-endian number per weight. d · q is exact in float32 (11 + 8 bits), so only the addition of m can round, and a
-fused multiply-add gives the same value as two operations.
+Bit order of the 16 bytes: the low nibble of byte j is weight j, its high nibble is weight j + 16. F16, BF16 and F32
+hold one little-endian number per weight. d · q is exact in float32 (11 + 8 bits), so only the addition of m can round,
+and a fused multiply-add gives the same value as two operations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP_SIZE: Final = 32
 class GroupedIntegers:
     """A matrix as integers with a scale per group: W[n, k] = q[n, k] · scale[n, g] + zero[n, g], g = k // group.
 
-    Example: one row of one group, w = q · 0.5 − 4::
+    Example: one row of one group, w = q · 0.5 - 4::
 
         GroupedIntegers(q=uint8 [1, 32], scale=float16 [[0.5]], zero=float16 [[-4.0]])
     """

@@ -18,7 +18,7 @@ _MAX_HALF = float(np.finfo(np.float16).max)
 def unpack(raw: np.ndarray, tensor_format: TensorFormat) -> GroupedIntegers:
     """The integers of a quantized matrix: uint8 [N, bytes per row] → q [N, K] with float16 scale and zero [N, K/32].
 
-    Exact. Q4_0's zero is −8 · scale. `ValueError` for a floating-point format or rows that are no whole blocks;
+    Exact. Q4_0's zero is -8 · scale. `ValueError` for a floating-point format or rows that are no whole blocks;
     `ModelError` when a scale is not finite: such a file is damaged.
     """
     if not tensor_format.is_quantized:
@@ -56,9 +56,9 @@ def dequantize(raw: np.ndarray, tensor_format: TensorFormat) -> np.ndarray:
 def quantize_int4(w: np.ndarray, group: int = GROUP_SIZE) -> GroupedIntegers:
     """Asymmetric 4-bit: float [N, K] → q uint8 in 0..15 with float16 scale and zero per `group` along K (as Q4_1).
 
-    scale = half((max − min) / 15), zero = half(min), q = the nearest integer (ties to even) to (w − zero) / scale,
+    scale = half((max - min) / 15), zero = half(min), q = the nearest integer (ties to even) to (w - zero) / scale,
     clipped to 0..15, with the scale and zero *as rounded to half*, so that no error of theirs is added twice.
-    |w − w̃| ≤ scale / 2 + 2⁻¹¹ · (16 · scale + |zero|) in the normal range of half precision. A group whose scale
+    |w - w̃| ≤ scale / 2 + 2⁻¹¹ · (16 · scale + |zero|) in the normal range of half precision. A group whose scale
     vanishes in half precision (all values equal, or closer than 9e-7 in all) becomes its rounded minimum with q = 0.
 
     Raises `ModelError` for NaN, infinities and magnitudes beyond 65504, `ValueError` when `group` does not divide K.
@@ -72,10 +72,10 @@ def quantize_int4(w: np.ndarray, group: int = GROUP_SIZE) -> GroupedIntegers:
 
 
 def quantize_int8(w: np.ndarray, group: int = GROUP_SIZE) -> GroupedIntegers:
-    """Symmetric 8-bit: float [N, K] → q int8 in −127..127 with float16 scale per `group` along K (as Q8_0).
+    """Symmetric 8-bit: float [N, K] → q int8 in -127..127 with float16 scale per `group` along K (as Q8_0).
 
     scale = half(max |w| / 127), q = the nearest integer (ties to even) to w / scale, with the scale as rounded.
-    |w − w̃| ≤ scale / 2 + 2⁻¹¹ · 127 · scale in the normal range of half precision. A group whose scale vanishes in
+    |w - w̃| ≤ scale / 2 + 2⁻¹¹ · 127 · scale in the normal range of half precision. A group whose scale vanishes in
     half precision (max |w| below 3.8e-6) becomes zero. Errors as in `quantize_int4`.
     """
     w_NGK = _grouped(w, group)
@@ -139,6 +139,6 @@ def _grouped(w: np.ndarray, group: int) -> np.ndarray:
 
 
 def _divide(values_NGK: np.ndarray, scale_NG: np.ndarray) -> np.ndarray:
-    """values / scale per group, and 0 where the scale is 0."""
+    """The quotient by each group's scale, and 0 where the scale is 0."""
     divisor = scale_NG.astype(np.float32)[..., None]
     return np.divide(values_NGK, divisor, out=np.zeros_like(values_NGK), where=divisor != 0)
