@@ -142,8 +142,7 @@ def _llama3_rope(gguf: GgufFile, tensor: GgufTensor, rope: Mapping[str, Any]) ->
     stored = struct.unpack_from(f"<{count}f", gguf.file.buffer, tensor.offset)
     if all(value == 1.0 for value in stored):
         return dict(rope)
-    for factor in _UNUSED_TOKEN: Final = 5
-_LLAMA3_FACTORS:
+    for factor in _LLAMA3_FACTORS:
         found = {
             **rope,
             "rope_type": "llama3",
