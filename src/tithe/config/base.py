@@ -1,10 +1,12 @@
-"""What every section shares: strict, frozen, documented fields, and the few field types that need a rule of their own."""
+"""What every section shares: strict, frozen, documented fields, and the few field types that need a rule of their
+own.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -30,12 +32,12 @@ def derived(factory: Callable[[dict[str, Any]], Any], text: str, **constraints: 
 
 
 def absolute_path(path: str) -> str:
-    """`path` with ``~`` expanded and made absolute against the current directory, so that a resume from anywhere finds it.
+    """`path` with ``~`` expanded, absolute against the current directory, so that a resume from anywhere finds it.
 
-    >>> absolute_path("/data/../data/rows.jsonl")
+    >>> absolute_path("/data/rows.jsonl")
     '/data/rows.jsonl'
     """
-    return os.path.abspath(os.path.expanduser(path))
+    return str(Path(path).expanduser().absolute())
 
 
 def _as_tuple(value: Any) -> Any:
@@ -58,7 +60,7 @@ def _compiled(pattern: str) -> str:
     return pattern
 
 
-LocalPath = Annotated[str, Field(min_length=1), AfterValidator(absolute_path)]
+LocalPath = Annotated[str, Field(min_length=1, json_schema_extra={"allowed": "a path"}), AfterValidator(absolute_path)]
 """A file or folder of this machine, kept absolute."""
 
 TextTuple = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_no_empty_text)]

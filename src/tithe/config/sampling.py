@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from tithe.config.base import LocalPath, RegexText, Section, TextTuple, absolute_path, as_tuple
+from tithe.config.base import RegexText, Section, TextTuple, absolute_path, as_tuple
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _FILE_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -33,7 +33,9 @@ def _task_source(value: str) -> str:
 
 TaskSource = Annotated[
     str,
-    Field(json_schema_extra={"allowed": "sums, products, reasoning_gym:NAME, a path ending in .jsonl, or module:function"}),
+    Field(
+        json_schema_extra={"allowed": "sums, products, reasoning_gym:NAME, a path ending in .jsonl, or module:function"}
+    ),
     AfterValidator(_task_source),
 ]
 
@@ -42,11 +44,12 @@ class RolloutSettings(Section):
     """How completions are drawn while training. Log-probabilities are those of softmax(logits / temperature)."""
 
     temperature: float = Field(default=1.0, gt=0, le=100)
-    """Divides the logits, in the sampler and in the trainer alike. 0 (greedy) is for evaluation only and refused here."""
+    """Divides the logits, in the sampler and in the trainer alike. 0 (greedy) is for evaluation only and refused
+    here."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the most likely tokens that hold this share; 1 keeps all. Below 1 the sampler no longer draws from the trained
-    policy."""
+    """Keep the most likely tokens that hold this share; 1 keeps all. Below 1 the sampler no longer draws from the
+    trained policy."""
 
     top_k: int = Field(default=0, ge=0)
     """Keep this many most likely tokens; 0 keeps all."""
@@ -71,8 +74,9 @@ class RolloutSettings(Section):
     """System message put before every chat. `null` leaves it to the chat template."""
 
     on_publish: Literal["finish", "recompute", "keep"] = "finish"
-    """What running completions do when a new adapter is published: `finish` on the version they began with; `recompute` the
-    KV cache and go on with the new one; `keep` the old cache and go on with the new one (not certified bit for bit)."""
+    """What running completions do when a new adapter is published: `finish` on the version they began with;
+    `recompute` the KV cache and go on with the new one; `keep` the old cache and go on with the new one (not
+    certified bit for bit)."""
 
 
 class FormatRule(Section):
@@ -93,9 +97,9 @@ class RewardSettings(Section):
         Field(json_schema_extra={"allowed": "math, module:function, or path/file.py:function"}),
         AfterValidator(_reward_function),
     ] = "math"
-    """`math` reads a boxed, an "answer is", or the last number and compares it with the answer column. Otherwise a Python
-    function `f(item, text, **info)` that returns a number, named parts, or None to abstain; it runs with your rights and
-    is not sandboxed."""
+    """`math` reads a boxed, an "answer is", or the last number and compares it with the answer column. Otherwise a
+    Python function `f(item, text, **info)` that returns a number, named parts, or None to abstain; it runs with your
+    rights and is not sandboxed."""
 
     right: float = Field(default=1.0, ge=-1000, le=1000)
     """Reward of a right answer under `math`. More than `wrong`."""
@@ -124,8 +128,8 @@ class TaskSettings(Section):
     """The questions: what to train on and what to hold out."""
 
     source: TaskSource = "sums"
-    """`sums` or `products` (built in), `reasoning_gym:NAME` (needs that package), a JSONL file, or `module:function` that
-    returns rows."""
+    """`sums` or `products` (built in), `reasoning_gym:NAME` (needs that package), a JSONL file, or `module:function`
+    that returns rows."""
 
     prompt_column: str = Field(default="prompt", min_length=1)
     """Column with the prompt: text, or a list of chat messages with `role` and `content`."""
@@ -137,8 +141,8 @@ class TaskSettings(Section):
     """Held-out questions, in the forms of `source`. `null` sets `eval_size` questions of `source` aside."""
 
     eval_size: int = Field(default=40, ge=1)
-    """Held-out questions, disjoint from training with swapped twins (3 + 4 and 4 + 3). More narrows the confidence interval
-    and lengthens each evaluation."""
+    """Held-out questions, disjoint from training with swapped twins (3 + 4 and 4 + 3). More narrows the confidence
+    interval and lengthens each evaluation."""
 
     max_operand: int = Field(default=12, ge=1, le=1_000_000)
     """Largest operand of `sums` and `products`; operands start at 0."""
@@ -150,8 +154,8 @@ class TaskSettings(Section):
     """`true`: a broken row stops the start with its file and line. `false`: it is left out, counted and shown."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the held-out split and the order of questions; separate from `run.seed`, so that runs of different seeds can be
-    compared on the same questions."""
+    """Decides the held-out split and the order of questions; separate from `run.seed`, so that runs of different
+    seeds can be compared on the same questions."""
 
 
 class EngineSettings(Section):
@@ -167,4 +171,5 @@ class EngineSettings(Section):
     """Adapter versions held at once. A publication waits while all of them still have running requests."""
 
     prefill_tokens_per_tick: int = Field(default=2048, ge=1)
-    """Prompt tokens computed between two decode steps. More starts new groups sooner, less keeps running ones steady."""
+    """Prompt tokens computed between two decode steps. More starts new groups sooner, less keeps running ones
+    steady."""
