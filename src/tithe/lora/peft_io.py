@@ -74,23 +74,27 @@ def save_adapter(
     model the adapter belongs to. Raises `AdapterError` for tensors that are no adapter, `UserError` when the disk
     refuses.
     """
+    files = adapter_files(tensors, spec, base_model=base_model)
     try:
         with complete_directory(directory, replace=True) as hidden:
-            write_adapter_files(hidden, tensors, spec, base_model=base_model)
+            for name, data in files.items():
+                write_file(hidden / name, data)
     except OSError as error:
         raise UserError(f"cannot write the adapter {directory}: {explain(error)}") from error
 
 
-def write_adapter_files(
-    directory: Path, tensors: Mapping[str, torch.Tensor], spec: LoraSpec, *, base_model: str | None = None
-) -> None:
-    """Write the two files into an existing directory that is not visible yet. Raises `AdapterError`, `OSError`."""
+def adapter_files(
+    tensors: Mapping[str, torch.Tensor], spec: LoraSpec, *, base_model: str | None = None
+) -> dict[str, bytes]:
+    """The content of an adapter directory by file name; equal adapters give equal bytes. Raises `AdapterError`."""
     modules = _check_tensors(tensors, spec, "adapter to save")
     _check_coverage(spec.target_modules, modules, "adapter to save")
     on_disk = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in tensors.items()}
-    write_file(directory / TENSOR_FILE, safetensors.torch.save(on_disk, metadata={"format": "pt"}))
     config = _config_of(spec, modules, base_model)
-    write_file(directory / CONFIG_FILE, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    return {
+        CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
+        TENSOR_FILE: safetensors.torch.save(on_disk, metadata={"format": "pt"}),
+    }
 
 
 def load_adapter(

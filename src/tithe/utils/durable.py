@@ -117,6 +117,8 @@ def _make_folder(path: Path) -> None:
     """Like `mkdir -p`, and each new name is on the device before anything is put inside."""
     if path.is_dir():
         return
+    if path.exists():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file", str(path))
     _make_folder(path.parent)
     path.mkdir(exist_ok=True)
     _flush_directory(path.parent)
