@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tithe.arch.files import MappedFile, quote
 from tithe.arch.formats import TensorFormat
-from tithe.arch.spec import Architecture, ArchSpec, tensor_shapes
+from tithe.arch.spec import Architecture, ArchSpec, iter_tensor_shapes
 from tithe.errors import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
 
-_NAMES_SHOWN = 8
+_NAMES_SHOWN: Final = 8
+_MISSING_LISTED: Final = 1000
+"""Missing names after which the search ends: the config belongs to another model, or claims absurd sizes."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,15 @@ def _embedding_rows(path: Path, tensors: Mapping[str, TensorEntry]) -> int:
 
 def _check_tensors(path: Path, spec: ArchSpec, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors in the architecture's own order; a redundant copy of a tied head is left out."""
-    expected = tensor_shapes(spec)
-    missing = [name for name in expected if name not in tensors]
+    expected: dict[str, tuple[int, ...]] = {}
+    missing: list[str] = []
+    for name, shape in iter_tensor_shapes(spec):
+        if name in tensors:
+            expected[name] = shape
+        else:
+            missing.append(name)
+        if len(missing) > _MISSING_LISTED:
+            break
     if missing:
         raise ModelError(f"{path}: tensors are missing: {_some(missing)}; fetch the complete checkpoint")
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set[str]()

@@ -13,7 +13,7 @@ from tithe.arch.files import quote
 from tithe.arch.formats import TensorFormat
 from tithe.arch.gguf_file import GgufArray, GgufFile, GgufTensor, read_gguf
 from tithe.arch.names import EXPERT_SLOT, ROPE_FACTORS, canonical_name
-from tithe.arch.spec import Architecture
+from tithe.arch.spec import Architecture, rope_parameters
 from tithe.errors import ModelError
 
 _ARCHITECTURES: Final[dict[str, Architecture]] = {
@@ -138,6 +138,7 @@ def _llama3_rope(gguf: GgufFile, tensor: GgufTensor, rope: Mapping[str, Any]) ->
     message = f"{gguf.file.path}: {ROPE_FACTORS} holds rotary factors other than Llama 3's, which Tithe does not read"
     if tensor.format is not TensorFormat.F32 or rope["rope_type"] != "default":
         raise ModelError(message)
+    rope_parameters({"rope_parameters": rope})
     count = tensor.n_bytes // 4
     stored = struct.unpack_from(f"<{count}f", gguf.file.buffer, tensor.offset)
     if all(value == 1.0 for value in stored):
@@ -185,7 +186,7 @@ def _make_entries(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, Tensor
                 f"{gguf.file.path}: tensor {quote(tensor.name)} has no place in a {config['model_type']} model"
             )
         if EXPERT_SLOT in name:
-            entries |= _split_experts(gguf, tensor, name)
+            entries |= _split_experts(gguf, tensor, name, config.get("num_experts"))
         else:
             entries[name] = _entry(gguf, tensor, name, config)
     return entries
@@ -202,13 +203,16 @@ def _entry(gguf: GgufFile, tensor: GgufTensor, name: str, config: Mapping[str, A
     return TensorEntry(name, tensor.shape, tensor.format, tensor.n_bytes, gguf.file, tensor.offset, heads)
 
 
-def _split_experts(gguf: GgufFile, tensor: GgufTensor, name: str) -> dict[str, TensorEntry]:
+def _split_experts(gguf: GgufFile, tensor: GgufTensor, name: str, n_experts: object) -> dict[str, TensorEntry]:
     """One entry per expert of a stacked tensor [experts, out, in]; the experts lie one after the other."""
-    if len(tensor.shape) != 3:
-        raise ModelError(f"{gguf.file.path}: {quote(tensor.name)} should have 3 dimensions, not {tensor.shape}")
-    n_experts, *shape = tensor.shape
-    size = tensor.n_bytes // n_experts
-    names = [name.replace(EXPERT_SLOT, str(expert)) for expert in range(n_experts)]
+    if len(tensor.shape) != 3 or tensor.shape[0] != n_experts:
+        raise ModelError(
+            f"{gguf.file.path}: {quote(tensor.name)} has shape {tensor.shape}; "
+            f"[experts, out, in] with {n_experts} experts is needed"
+        )
+    count, *shape = tensor.shape
+    size = tensor.n_bytes // count
+    names = [name.replace(EXPERT_SLOT, str(expert)) for expert in range(count)]
     return {
         one: TensorEntry(one, tuple(shape), tensor.format, size, gguf.file, tensor.offset + expert * size)
         for expert, one in enumerate(names)
@@ -225,6 +229,8 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _generation(path: Path, metadata: Mapping[str, Any]) -> GenerationInfo:
     """End ids, chat template and tokenizer size from the `tokenizer.*` keys."""
     template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str) and not template.isascii() and any("\ud800" <= mark <= "\udfff" for mark in template):
+        raise ModelError(f"{path}: the chat template is not UTF-8 text: damaged file")
     ends = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
     return GenerationInfo(
         eos_token_ids=frozenset(token for token in ends if type(token) is int),

@@ -67,10 +67,10 @@ def _find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
 def _read_shards(directory: Path, weight_map: object) -> dict[str, SafetensorsTensor]:
     """The tensors an index names, each from its shard. Shard names may not leave the directory."""
     where = directory / _INDEX
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{where} has no weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f"{where} has no weight_map from tensor names to file names")
     shards: dict[str, dict[str, SafetensorsTensor]] = {}
-    for name in sorted({str(name) for name in weight_map.values()}):
+    for name in sorted(set(weight_map.values())):
         if Path(name).name != name or Path(name).suffix != ".safetensors":
             reason = PICKLE_MESSAGE if Path(name).suffix in PICKLE_SUFFIXES else "only safetensors beside it are read"
             raise ModelError(f"{where} names the file {quote(name)}: {reason}")
@@ -117,7 +117,8 @@ def _token_table(tokenizer: Mapping[str, Any]) -> dict[str, int]:
         tokens = {text: number for text, number in vocab.items() if type(number) is int}
     elif isinstance(vocab, list):
         tokens = {str(item[0]): number for number, item in enumerate(vocab) if isinstance(item, list) and item}
-    for added in tokenizer.get("added_tokens") or []:
+    extra = tokenizer.get("added_tokens")
+    for added in extra if isinstance(extra, list) else []:
         if isinstance(added, dict) and type(added.get("id")) is int:
             tokens[str(added.get("content"))] = added["id"]
     return tokens
@@ -130,6 +131,6 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8", errors="replace")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
+        defaults = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+        template = defaults[0].get("template") if defaults else None
     return template if isinstance(template, str) else None

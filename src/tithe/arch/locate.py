@@ -17,8 +17,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Raises `ModelError` for a missing, truncated, damaged, unsafe or unsupported checkpoint, with the remedy.
     """
     path = Path(path).expanduser()
-    if path.is_dir():
-        return read_hf_checkpoint(path)
+    try:
+        return read_hf_checkpoint(path) if path.is_dir() else _read_file(path)
+    except OSError as error:
+        raise ModelError(f"model.path: cannot read {path}: {error.strerror}") from error
+
+
+def _read_file(path: Path) -> Checkpoint:
     if not path.exists():
         raise ModelError(f"model.path: {path} does not exist; give a local GGUF file or Hugging Face directory")
     if path.suffix in PICKLE_SUFFIXES:

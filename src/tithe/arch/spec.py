@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
@@ -185,9 +185,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     window = "set use_sliding_window to false only if the model was trained without it, or choose another model"
     if config.get("use_sliding_window"):
         raise ModelError(f"config: use_sliding_window: attention over the full context only is supported; {window}")
-    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
-    if other_layers:
-        raise ModelError(f"config: layer_types has {sorted(map(str, other_layers))}; only full_attention is supported")
+    layer_types = config.get("layer_types")
+    if layer_types and (not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)):
+        raise ModelError(f"config: layer_types is {quote(str(layer_types))}; only full_attention is supported")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"config: hidden_act is {quote(str(activation))}; only silu is supported")
@@ -238,45 +238,58 @@ def linear_shapes(spec: ArchSpec) -> dict[str, tuple[int, int]]:
 
     Experts are listed one by one; the router and the head are no targets and are left out.
     """
-    shapes: dict[str, tuple[int, int]] = {}
-    for layer in range(spec.n_layers):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.self_attn.q_proj"] = (spec.q_size, spec.hidden_size)
-        shapes[f"{prefix}.self_attn.k_proj"] = (spec.kv_size, spec.hidden_size)
-        shapes[f"{prefix}.self_attn.v_proj"] = (spec.kv_size, spec.hidden_size)
-        shapes[f"{prefix}.self_attn.o_proj"] = (spec.hidden_size, spec.q_size)
-        is_mixture = layer in spec.moe_layers
-        width = spec.moe_intermediate_size if is_mixture else spec.intermediate_size
-        mlps = [f"mlp.experts.{expert}" for expert in range(spec.n_experts)] if is_mixture else ["mlp"]
-        for mlp in mlps:
-            shapes[f"{prefix}.{mlp}.gate_proj"] = (width, spec.hidden_size)
-            shapes[f"{prefix}.{mlp}.up_proj"] = (width, spec.hidden_size)
-            shapes[f"{prefix}.{mlp}.down_proj"] = (spec.hidden_size, width)
-    return shapes
+    return {
+        f"model.layers.{layer}.{module}": shape
+        for layer in range(spec.n_layers)
+        for module, shape in _layer_linears(spec, is_mixture=layer in spec.moe_layers)
+    }
 
 
 def tensor_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor a complete checkpoint of this architecture has, by canonical name. A tied head is not listed."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
-    for module, shape in linear_shapes(spec).items():
-        shapes[f"{module}.weight"] = shape
-        kind = module.rpartition(".")[2]
-        is_attention = ".self_attn." in module
-        if (spec.o_bias if kind == "o_proj" else spec.qkv_bias) if is_attention else spec.mlp_bias:
-            shapes[f"{module}.bias"] = (shape[0],)
+    return dict(iter_tensor_shapes(spec))
+
+
+def iter_tensor_shapes(spec: ArchSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """As `tensor_shapes`, one by one: an untrusted config may claim more tensors than fit in memory."""
+    yield "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
     for layer in range(spec.n_layers):
         prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (spec.hidden_size,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (spec.hidden_size,)
+        is_mixture = layer in spec.moe_layers
+        yield f"{prefix}.input_layernorm.weight", (spec.hidden_size,)
+        for module, shape in _layer_linears(spec, is_mixture=is_mixture):
+            yield f"{prefix}.{module}.weight", shape
+            if _has_bias(spec, module):
+                yield f"{prefix}.{module}.bias", (shape[0],)
         if spec.qk_norm:
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (spec.head_dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (spec.head_dim,)
-        if layer in spec.moe_layers:
-            shapes[f"{prefix}.mlp.gate.weight"] = (spec.n_experts, spec.hidden_size)
-    shapes["model.norm.weight"] = (spec.hidden_size,)
+            yield f"{prefix}.self_attn.q_norm.weight", (spec.head_dim,)
+            yield f"{prefix}.self_attn.k_norm.weight", (spec.head_dim,)
+        yield f"{prefix}.post_attention_layernorm.weight", (spec.hidden_size,)
+        if is_mixture:
+            yield f"{prefix}.mlp.gate.weight", (spec.n_experts, spec.hidden_size)
+    yield "model.norm.weight", (spec.hidden_size,)
     if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-    return shapes
+        yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
+
+
+def _layer_linears(spec: ArchSpec, *, is_mixture: bool) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Name within its layer and (out, in) of every linear of one layer, the router left out."""
+    yield "self_attn.q_proj", (spec.q_size, spec.hidden_size)
+    yield "self_attn.k_proj", (spec.kv_size, spec.hidden_size)
+    yield "self_attn.v_proj", (spec.kv_size, spec.hidden_size)
+    yield "self_attn.o_proj", (spec.hidden_size, spec.q_size)
+    width = spec.moe_intermediate_size if is_mixture else spec.intermediate_size
+    mlps = (f"mlp.experts.{expert}" for expert in range(spec.n_experts)) if is_mixture else ("mlp",)
+    for mlp in mlps:
+        yield f"{mlp}.gate_proj", (width, spec.hidden_size)
+        yield f"{mlp}.up_proj", (width, spec.hidden_size)
+        yield f"{mlp}.down_proj", (spec.hidden_size, width)
+
+
+def _has_bias(spec: ArchSpec, module: str) -> bool:
+    if not module.startswith("self_attn."):
+        return spec.mlp_bias
+    return spec.o_bias if module.endswith("o_proj") else spec.qkv_bias
 
 
 def kv_bytes_per_token(spec: ArchSpec, bytes_per_element: int) -> int:
