@@ -64,10 +64,10 @@ class PssSampler:
         self._thread.start()
 
     def _sample(self) -> None:
-        while True:
+        stopped = False
+        while not stopped:
+            stopped = self._stopped.wait(self.interval_s)
             self.peak_bytes = max(self.peak_bytes, tree_pss_bytes(self._root))
-            if self._stopped.wait(self.interval_s):
-                return
 
     def stop(self) -> int:
         """Take a last sample, end the thread and return the peak."""
