@@ -141,6 +141,17 @@ def test_the_configuration_page_is_what_the_schema_says():
     assert page.read_text() == render(), "run: python -m tithe.config.docs > docs/configuration.md"
 
 
+def test_the_run_file_in_the_readme_loads(tmp_path):
+    from tithe.config import load_config
+
+    block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block, "README.md shows no run file"
+    run_file = tmp_path / "mine.yaml"
+    run_file.write_text(block[1])
+    assert len(block[1].splitlines()) <= 10
+    assert load_config(run_file, ["optimizer.lr=1e-4"]).optimizer.lr == 1e-4
+
+
 NOT_IN_THE_TREE = re.compile(
     r"^(\.git|\.venv|\.bench|runs|build|dist|trl_out|__pycache__|\..*_cache|\.hypothesis|.*egg-info)$"
 )
