@@ -1,5 +1,6 @@
 """Low-bit formats and their maths: exact references, packed storage, products and expansions with one W̃ each."""
 
-from tithe.quant.matrix import PackedMatrix, launch_matmul, pack_dense, pack_int4, pack_int8, set_threads
+from tithe.quant.matrix import PackedMatrix, pack_dense, pack_int4, pack_int8, set_threads
+from tithe.quant.runtime import HAS_BF16_DOT, Kernel, Launch, kernel
 
-__all__ = ["PackedMatrix", "launch_matmul", "pack_dense", "pack_int4", "pack_int8", "set_threads"]
+__all__ = ["HAS_BF16_DOT", "Kernel", "Launch", "PackedMatrix", "pack_dense", "pack_int4", "pack_int8", "kernel", "set_threads"]

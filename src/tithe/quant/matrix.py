@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tithe.quant import kernels
-from tithe.quant.runtime import HAS_BF16_DOT, block, set_kernel_threads
+from tithe.quant.runtime import HAS_BF16_DOT, Launch, set_kernel_threads
 from tithe.quant.tile import PANEL
 
 GROUP = kernels.GROUP
@@ -99,14 +99,18 @@ class PackedMatrix:
             self.zero.data_ptr() if self.zero is not None else 0,
         ]
 
-    def matmul_block(self, x: Tensor, out: Tensor, *, add: bool = False, factor: float = 1.0) -> np.ndarray:
-        """Argument block of one product on fixed buffers; `launch_matmul` runs it any number of times."""
+    def product(self, x: Tensor, out: Tensor, *, add: bool = False, factor: float = 1.0) -> Launch:
+        """The launch of one product on fixed buffers (see `matmul`); x may be bf16 only where `HAS_BF16_DOT`."""
+        if x.shape[-1] != self.columns:
+            raise ValueError(f"x has {x.shape[-1]} columns, the matrix {self.columns}")
         steps = self.columns // 2
-        rows, size = x.shape[0], x.element_size()
-        address, stride = _scratch.reserve(steps * PANEL * (4 if x.dtype == torch.bfloat16 else 8))
-        args = [x.data_ptr(), x.stride(0) * size // 4, rows, steps, out.data_ptr(), out.stride(0), self.rows]
-        args += [*self._source(), address, stride, int(add)]
-        return block(self.panels, [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded)])
+        dot = x.dtype == torch.bfloat16
+        address, stride = _scratch.reserve(steps * PANEL * (4 if dot else 8))
+        args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
+        args += [out.data_ptr(), out.stride(0), self.rows, *self._source(), address, stride, int(add)]
+        values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded)]
+        chosen = kernels.matmul_dot if dot else kernels.matmul_fma
+        return chosen.bind(self.panels, values, (self, x, out, _scratch.buffer))
 
     def matmul(self, x: Tensor, out: Tensor | None = None, *, add: bool = False, factor: float = 1.0) -> Tensor:
         """x·W̃ᵀ: x [M, K] bf16 or float32 → out [M, N] float32 (or bf16), accumulated in float32.
@@ -114,21 +118,19 @@ class PackedMatrix:
         With `add`, out += factor·x·W̃ᵀ in one fused step. A row's result does not depend on M. bf16 x on a
         processor without a bf16 dot product is widened first; W̃ is the same there.
         """
-        if x.shape[-1] != self.columns:
-            raise ValueError(f"x has {x.shape[-1]} columns, the matrix {self.columns}")
         if x.dtype == torch.bfloat16 and not (HAS_BF16_DOT and self.kind != kernels.FP32):
             x = x.float()
         x = x if x.stride(-1) == 1 else x.contiguous()
         if out is None:
             out = torch.empty(x.shape[0], self.rows)
-        launch_matmul(self.matmul_block(x, out, add=add, factor=factor), x.dtype)
+        self.product(x, out, add=add, factor=factor).run()
         return out
 
     def gather(self, ids: Tensor) -> Tensor:
         """W̃[ids]: int32 [R] → float32 [R, K]. Ids must be valid (checked by the caller once per request)."""
         out = torch.empty(len(ids), self.columns)
         args = [ids.data_ptr(), self.columns // 2, out.data_ptr(), *self._source(), int(self.rounded)]
-        kernels.gather_rows.launch(block(len(ids), args))
+        kernels.gather_rows.bind(len(ids), args).run()
         return out
 
     def expand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -137,11 +139,11 @@ class PackedMatrix:
         head = [self.columns // 2, self.rows, out.data_ptr(), *self._source()]
         if dtype == torch.bfloat16 and self.kind != kernels.FP32:
             address, stride = _scratch.reserve(self.columns // 2 * PANEL * 4)
-            kernels.expand_rows_bf16.launch(block(self.panels, [*head, address, stride]))
+            kernels.expand_rows_bf16.bind(self.panels, [*head, address, stride]).run()
         elif dtype == torch.bfloat16:
             out.copy_(self.expand(torch.float32))
         else:
-            kernels.expand_rows_f32.launch(block(self.rows, [*head, int(self.rounded)]))
+            kernels.expand_rows_f32.bind(self.rows, [*head, int(self.rounded)]).run()
         return out
 
     def dequantized(self) -> PackedMatrix:
@@ -150,11 +152,6 @@ class PackedMatrix:
             return self
         dtype = torch.bfloat16 if self.rounded else torch.float32
         return pack_dense(self.expand(dtype), rounded=self.rounded)
-
-
-def launch_matmul(args: np.ndarray, dtype: torch.dtype) -> None:
-    """Run a block made by `matmul_block` for operands of `dtype`."""
-    (kernels.matmul_dot if dtype == torch.bfloat16 else kernels.matmul_fma).launch(args)
 
 
 def _panelled(x: np.ndarray) -> np.ndarray:

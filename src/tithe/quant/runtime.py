@@ -16,7 +16,6 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,13 +29,12 @@ from llvmlite import binding, ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.core.typing import signature
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 COUNTER, TASKS, SLOT, FIRST = 0, 1, 2, 3
 _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
-@lru_cache(maxsize=1)
 def _gomp_parallel() -> Any | None:
     """`GOMP_parallel` of the libgomp already mapped into this process, or None (then kernels run serially)."""
     try:
@@ -52,7 +50,20 @@ def _gomp_parallel() -> Any | None:
     return None
 
 
-_threads = 1
+class _Pool:
+    """Where launches run; the process's one compute setting, as `torch.set_num_threads` is torch's."""
+
+    threads = 1
+    parallel: Any | None = None
+
+
+_pool = _Pool()
+
+
+def set_kernel_threads(n: int) -> None:
+    """Number of OpenMP threads of every later launch. Call after torch is imported, with torch's own number."""
+    _pool.threads = max(1, n)
+    _pool.parallel = _gomp_parallel()
 
 
 def _host_features() -> frozenset[str]:
@@ -71,23 +82,40 @@ def set_kernel_threads(n: int) -> None:
     _threads = max(1, n)
 
 
+class Launch:
+    """A kernel with its argument block, ready to run any number of times. Keeps alive the tensors it points to."""
+
+    __slots__ = ("_address", "args", "keep", "of")
+
+    def __init__(self, of: Kernel, args: np.ndarray, keep: Any = None) -> None:
+        self.args = args
+        self.keep = keep
+        self.of = of
+        self._address: int = args.ctypes.data
+
+    def run(self) -> None:
+        """Run all tasks and return; the GIL is released meanwhile."""
+        args = self.args
+        args[COUNTER] = 0
+        args[SLOT] = 0
+        parallel = _pool.parallel
+        if parallel is None or _pool.threads == 1 or args[TASKS] == 1:
+            self.of.serial(self._address)
+        else:
+            parallel(self.of.address, self._address, _pool.threads, 0)
+
+
 class Kernel:
-    """One compiled kernel. `launch(args)` blocks until all tasks are done and releases the GIL meanwhile."""
+    """One compiled kernel: a C function of an argument block."""
 
     def __init__(self, body: Callable[..., None]) -> None:
         self._compiled = cfunc(_SIGNATURE, cache=True, error_model="numpy", nopython=True)(body)
         self.address: int = self._compiled.address
-        self._serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+        self.serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
-    def launch(self, args: np.ndarray) -> None:
-        """Run with an argument block (int64, C-contiguous); resets the work counter first."""
-        args[COUNTER] = 0
-        args[SLOT] = 0
-        parallel = _gomp_parallel()
-        if parallel is None or _threads == 1 or args[TASKS] == 1:
-            self._serial(args.ctypes.data)
-        else:
-            parallel(self.address, args.ctypes.data, _threads, 0)
+    def bind(self, tasks: int, values: Sequence[int | float], keep: Any = None) -> Launch:
+        """A launch with `tasks` tasks and these arguments; `keep` holds references to the tensors behind addresses."""
+        return Launch(self, block(tasks, values), keep)
 
 
 def kernel(body: Callable[..., None]) -> Kernel:
@@ -214,36 +242,17 @@ def f32_to_bf16(x: Any) -> Any:
     return np.uint16(rounded >> np.uint32(16))
 
 
-def load(p: Any, i: Any) -> Any:
-    """Element i of a bf16 (uint16) or float32 pointer, as float32; resolved at compile time."""
-    raise NotImplementedError
-
-
-def store(p: Any, i: Any, x: Any) -> None:
-    """Write float32 x as element i of a bf16 (uint16) or float32 pointer; resolved at compile time."""
-    raise NotImplementedError
-
-
-@overload(load, inline="always")
-def _load_overload(p: Any, i: Any) -> Any:
-    if p.dtype == types.uint16:
-        return lambda p, i: bf16_to_f32(p[i])
-    return lambda p, i: p[i]
-
-
-@overload(store, inline="always")
-def _store_overload(p: Any, i: Any, x: Any) -> Any:
-    if p.dtype == types.uint16:
-
-        def bf16(p: Any, i: Any, x: Any) -> None:
-            p[i] = f32_to_bf16(x)
-
-        return bf16
-
-    def f32(p: Any, i: Any, x: Any) -> None:
-        p[i] = np.float32(x)
-
-    return f32
+@njit
+def write_row(source: Any, n: Any, target: Any, as_bf16: Any) -> None:
+    """Copy n float32 values to the address `target`, as bf16 or float32."""
+    if as_bf16:
+        t16 = u16p(target)
+        for i in range(n):
+            t16[i] = f32_to_bf16(source[i])
+    else:
+        t32 = f32p(target)
+        for i in range(n):
+            t32[i] = source[i]
 
 
 # ---------------------------------------------------------------- elementary functions with one answer everywhere

@@ -32,26 +32,26 @@ _VF = ir.VectorType(_F32, _LANES)
 _VI = ir.VectorType(ir.IntType(32), _LANES)
 
 
-def _splat(builder: Any, scalar: Any, vector_type: Any) -> Any:
+def splat(builder: Any, scalar: Any, vector_type: Any) -> Any:
     undef = ir.Constant(vector_type, ir.Undefined)
     one = builder.insert_element(undef, scalar, ir.Constant(ir.IntType(32), 0))
     mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
     return builder.shuffle_vector(one, undef, mask)
 
 
-def _load_vector(builder: Any, base: Any, index: Any, vector_type: Any) -> Any:
+def load_vector(builder: Any, base: Any, index: Any, vector_type: Any) -> Any:
     pointer = builder.bitcast(builder.gep(base, [index]), ir.PointerType(vector_type))
     value = builder.load(pointer)
     value.align = 4
     return value
 
 
-def _store_vector(builder: Any, value: Any, base: Any, index: Any) -> None:
+def store_vector(builder: Any, value: Any, base: Any, index: Any) -> None:
     pointer = builder.bitcast(builder.gep(base, [index]), ir.PointerType(value.type))
     builder.store(value, pointer).align = 4
 
 
-def _vector_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def vector_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     name = f"llvm.fma.v{_LANES}f32"  # llvmlite's own fma takes scalars only
     function = builder.module.globals.get(name) or ir.Function(
         builder.module, ir.FunctionType(_VF, [_VF, _VF, _VF]), name
@@ -61,7 +61,7 @@ def _vector_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 def _accumulate(builder: Any, acc: Any, x: Any, w: Any, dot: bool) -> Any:
     if not dot:
-        return _vector_fma(builder, x, w, acc)
+        return vector_fma(builder, x, w, acc)
     function_type = ir.FunctionType(_VF, [_VF, _VI, _VI])
     asm = ir.InlineAsm(function_type, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False)
     return builder.call(asm, [acc, x, w])
@@ -96,11 +96,11 @@ def make_tile(rows: int, dot: bool, accumulate: bool) -> Any:
         builder.position_at_end(body)
         base = builder.mul(k, ir.Constant(_I64, PANEL))
         columns = [
-            _load_vector(builder, panel, builder.add(base, ir.Constant(_I64, _LANES * v)), vector)
+            load_vector(builder, panel, builder.add(base, ir.Constant(_I64, _LANES * v)), vector)
             for v in range(_VECTORS)
         ]
         for r in range(rows):
-            value = _splat(builder, builder.load(builder.gep(row_pointers[r], [k])), vector)
+            value = splat(builder, builder.load(builder.gep(row_pointers[r], [k])), vector)
             for v in range(_VECTORS):
                 slot = r * _VECTORS + v
                 accs[slot].add_incoming(_accumulate(builder, accs[slot], value, columns[v], dot), body)
@@ -112,9 +112,9 @@ def make_tile(rows: int, dot: bool, accumulate: bool) -> Any:
                 index = builder.add(builder.mul(ldo, ir.Constant(_I64, r)), ir.Constant(_I64, _LANES * v))
                 value = accs[r * _VECTORS + v]
                 if accumulate:
-                    old = _load_vector(builder, out, index, _VF)
-                    value = _vector_fma(builder, _splat(builder, scale, _VF), value, old)
-                _store_vector(builder, value, out, index)
+                    old = load_vector(builder, out, index, _VF)
+                    value = vector_fma(builder, splat(builder, scale, _VF), value, old)
+                store_vector(builder, value, out, index)
         return context.get_dummy_value()
 
     element_type = types.uint32 if dot else types.float32

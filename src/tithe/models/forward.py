@@ -1,0 +1,278 @@
+"""The forward pass of decode and prefill: every launch is built once on fixed buffers and replayed.
+
+A `ForwardPlan` owns the buffers for up to `max_rows` rows; `run` computes the hidden states of the first n rows, which may
+belong to any sequences, at any positions, under any adapters (rows of one adapter side by side).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tithe.models import kernels
+from tithe.models.decoder import Decoder, Layer, ModelAdapter, padded, scratch_floats
+from tithe.models.experts import ExpertStep
+from tithe.models.kv import KVPages
+from tithe.models.linear import CopyStep, Step, adapter_steps
+from tithe.quant import Launch
+from tithe.quant.runtime import TASKS
+
+ROWS_PER_TASK = 8
+PLACES = ("qkv", "o", "gate_up", "down")
+
+
+class Scratch:
+    """float32 scratch of every kernel thread."""
+
+    def __init__(self, floats: int) -> None:
+        self.floats = floats
+        self.buffer = torch.empty(torch.get_num_threads() * floats)
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.buffer.data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class RowBuffers:
+    """Buffers of R rows. Operand buffers (xn, att, act, u) have the operand dtype, the others are float32."""
+
+    x: Tensor
+    xn: Tensor
+    qkv: Tensor
+    att: Tensor
+    gate_up: Tensor
+    act: Tensor
+    position: Tensor
+    sequence: Tensor
+    table: Tensor
+    lse: Tensor | None = None
+
+    @staticmethod
+    def allocate(decoder: Decoder, rows: int, sequences: int, pages_per_sequence: int) -> RowBuffers:
+        """Fresh buffers; the block table is [sequences, pages_per_sequence]."""
+        spec, operand = decoder.spec, decoder.options.operand_dtype
+        return RowBuffers(
+            x=torch.empty(rows, spec.hidden_size),
+            xn=torch.empty(rows, spec.hidden_size, dtype=operand),
+            qkv=torch.empty(rows, spec.q_size + 2 * spec.kv_size),
+            att=torch.empty(rows, spec.q_size, dtype=operand),
+            gate_up=torch.empty(rows, 2 * spec.intermediate_size),
+            act=torch.empty(rows, spec.intermediate_size, dtype=operand),
+            position=torch.zeros(rows, dtype=torch.int32),
+            sequence=torch.zeros(rows, dtype=torch.int32),
+            table=torch.zeros(sequences, pages_per_sequence, dtype=torch.int32),
+        )
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The operand buffer each place reads."""
+        return {"qkv": self.xn, "o": self.att, "gate_up": self.xn, "down": self.act}
+
+    def outputs(self) -> dict[str, Tensor]:
+        """The float32 buffer each place writes or adds to."""
+        return {"qkv": self.qkv, "o": self.x, "gate_up": self.gate_up, "down": self.x}
+
+
+def is_bf16(t: Tensor) -> int:
+    """1 for a bf16 tensor, else 0: how kernels are told."""
+    return int(t.dtype == torch.bfloat16)
+
+
+def norm_step(x: Tensor, weight: Tensor, out: Tensor, eps: float, scratch: Scratch) -> Launch:
+    """out = RMS norm of the rows of x."""
+    rows, width = x.shape
+    args = [x.data_ptr(), weight.data_ptr(), out.data_ptr(), width, float(eps), is_bf16(out), scratch.address]
+    return kernels.rms_norm.bind(
+        -(-rows // ROWS_PER_TASK), [*args, ROWS_PER_TASK, rows], (x, weight, out, scratch.buffer)
+    )
+
+
+def finish_step(decoder: Decoder, layer: Layer, index: int, b: RowBuffers, pages: KVPages) -> Launch:
+    """Bias, head norms, rotary; keys and values into their pages."""
+    spec = decoder.spec
+    args = [b.qkv.data_ptr(), b.qkv.shape[1], spec.n_heads, spec.n_kv_heads, spec.head_dim]
+    args += [t.data_ptr() if t is not None else 0 for t in (layer.qkv_bias, layer.q_norm, layer.k_norm)]
+    values = [*args, float(spec.rms_norm_eps), decoder.cos.data_ptr(), decoder.sin.data_ptr(), b.position.data_ptr()]
+    values += [b.sequence.data_ptr(), b.table.data_ptr(), b.table.shape[1]]
+    values += [pages.keys[index].data_ptr(), pages.values[index].data_ptr(), is_bf16(pages.keys)]
+    return kernels.finish_qkv.bind(b.x.shape[0], values, (layer, b, pages))
+
+
+def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> Launch:
+    """Causal attention of every row over its own sequence."""
+    spec = decoder.spec
+    args = [b.qkv.data_ptr(), b.qkv.shape[1], spec.n_heads, spec.n_kv_heads, spec.head_dim]
+    args += [pages.keys[index].data_ptr(), pages.values[index].data_ptr(), is_bf16(pages.keys)]
+    args += [b.table.data_ptr(), b.table.shape[1], b.sequence.data_ptr(), b.position.data_ptr()]
+    args += [b.att.data_ptr(), is_bf16(b.att), b.lse.data_ptr() if b.lse is not None else 0]
+    values = [*args, 1.0 / math.sqrt(spec.head_dim), scratch.address, scratch.floats, b.table.shape[1] * 16]
+    return kernels.attention.bind(b.x.shape[0], values, (b, pages, scratch.buffer))
+
+
+def swiglu_step(layer: Layer, b: RowBuffers, scratch: Scratch) -> Launch:
+    """act = silu(gate)·up."""
+    rows, width = b.act.shape
+    bias = layer.gate_up_bias.data_ptr() if layer.gate_up_bias is not None else 0
+    args = [b.gate_up.data_ptr(), bias, width, b.act.data_ptr(), is_bf16(b.act), scratch.address]
+    return kernels.swiglu.bind(-(-rows // ROWS_PER_TASK), [*args, ROWS_PER_TASK, rows], (layer, b, scratch.buffer))
+
+
+class BiasStep:
+    """x[:rows] += bias, with a launch's face."""
+
+    __slots__ = ("args", "bias", "rows", "x")
+
+    def __init__(self, x: Tensor, bias: Tensor) -> None:
+        self.x, self.bias, self.rows, self.args = x, bias, x.shape[0], None
+
+    def run(self) -> None:
+        """Add."""
+        self.x[: self.rows] += self.bias
+
+
+PlanStep = Step | ExpertStep | BiasStep
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSteps:
+    """The launches of one layer, between which adapters are added."""
+
+    qkv: list[PlanStep]
+    attend: list[PlanStep]
+    o: list[PlanStep]
+    gate_up: list[PlanStep]
+    activate: list[PlanStep]
+    down: list[PlanStep]
+
+
+def layer_steps(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> LayerSteps:
+    """The launches of one layer on one set of buffers; x is updated in place."""
+    layer, eps = decoder.layers[index], decoder.spec.rms_norm_eps
+    qkv = [norm_step(b.x, layer.input_norm, b.xn, eps, scratch), *layer.qkv.steps(b.xn, b.qkv)]
+    attend = [
+        finish_step(decoder, layer, index, b, pages),
+        attention_step(decoder, index, b, pages, scratch),
+    ]
+    o: list[PlanStep] = [*layer.o.steps(b.att, b.x, add=True)]
+    if layer.o_bias is not None:
+        o.append(BiasStep(b.x, layer.o_bias))
+    post: list[PlanStep] = [norm_step(b.x, layer.post_norm, b.xn, eps, scratch)]
+    if layer.experts is not None:
+        return LayerSteps(qkv, attend, o, [*post, ExpertStep(layer.experts, b.xn, b.x)], [], [])
+    assert layer.gate_up is not None
+    assert layer.down is not None
+    gate_up = [*post, *layer.gate_up.steps(b.xn, b.gate_up)]
+    down: list[PlanStep] = [*layer.down.steps(b.act, b.x, add=True)]
+    if layer.down_bias is not None:
+        down.append(BiasStep(b.x, layer.down_bias))
+    return LayerSteps(qkv, attend, o, gate_up, [swiglu_step(layer, b, scratch)], down)
+
+
+class _AdapterPlan:
+    """An adapter's launches on a plan's buffers, movable to any range of rows."""
+
+    def __init__(self, adapter: ModelAdapter, b: RowBuffers, u: Tensor) -> None:
+        inputs, outputs = b.inputs(), b.outputs()
+        self.steps: list[dict[str, list[Step]]] = [
+            {place: adapter_steps(a, inputs[place], u, outputs[place]) for place, a in layer.items()}
+            for layer in adapter.layers
+        ]
+        launches = [s for layer in self.steps for steps in layer.values() for s in steps if isinstance(s, Launch)]
+        self._args = [(s.args, int(s.args[3]), int(s.args[7])) for s in launches]
+        self._range = (0, -1)
+
+    def set_range(self, start: int, stop: int) -> None:
+        """Compute rows [start, stop) from now on."""
+        if (start, stop) == self._range:
+            return
+        self._range = (start, stop)
+        for args, x, out in self._args:
+            args[3] = x + start * args[4] * 4
+            args[5] = stop - start
+            args[7] = out + start * args[8] * (2 if args[18] else 4)
+
+
+class ForwardPlan:
+    """All launches of a decoder for up to `max_rows` rows over one set of KV pages.
+
+    Write `buffers.position`, `.sequence`, `.table` and call `run`. Not thread-safe: it belongs to the lane.
+    """
+
+    def __init__(self, decoder: Decoder, pages: KVPages, *, max_rows: int, sequences: int, max_positions: int) -> None:
+        self.decoder = decoder
+        self.max_rows = max_rows
+        longest = padded(max_positions)
+        self.buffers = RowBuffers.allocate(decoder, max_rows, sequences, longest // 16)
+        self.scratch = Scratch(scratch_floats(decoder.spec, longest))
+        self._u = torch.empty(max_rows, 0)
+        self._layers = [
+            layer_steps(decoder, i, self.buffers, pages, self.scratch) for i in range(len(decoder.layers))
+        ]
+        self._adapters: dict[int, tuple[ModelAdapter, _AdapterPlan]] = {}
+        self._rows = -1
+
+    def forget(self, adapter: ModelAdapter) -> None:
+        """Drop the launches of an adapter that is no longer served."""
+        self._adapters.pop(id(adapter), None)
+
+    def _plan_of(self, adapter: ModelAdapter) -> _AdapterPlan:
+        if adapter.widest > self._u.shape[1]:
+            self._u = torch.empty(self.max_rows, adapter.widest, dtype=self.decoder.options.operand_dtype)
+        if id(adapter) not in self._adapters:
+            self._adapters[id(adapter)] = (adapter, _AdapterPlan(adapter, self.buffers, self._u))
+        return self._adapters[id(adapter)][1]
+
+    def _set_rows(self, n: int) -> None:
+        if n == self._rows:
+            return
+        self._rows = n
+        blocks = -(-n // ROWS_PER_TASK)
+        for layer in self._layers:
+            for step in (*layer.qkv, *layer.attend, *layer.o, *layer.gate_up, *layer.activate, *layer.down):
+                if isinstance(step, (ExpertStep, BiasStep)):
+                    step.rows = n
+                elif isinstance(step, Launch) and step.of is kernels.rms_norm:
+                    step.args[TASKS], step.args[11] = blocks, n
+                elif isinstance(step, Launch) and step.of is kernels.swiglu:
+                    step.args[TASKS], step.args[10] = blocks, n
+                elif isinstance(step, Launch) and step.of in (kernels.finish_qkv, kernels.attention):
+                    step.args[TASKS] = n
+                elif not isinstance(step, CopyStep):
+                    step.args[5] = n
+
+    def run(self, ids: Tensor, segments: Sequence[tuple[int, int, ModelAdapter | None]]) -> Tensor:
+        """Residual stream x [n, H] float32 after all layers (a view) for int32 ids [n].
+
+        `segments` are (start, stop, adapter): consecutive row ranges that cover the n rows.
+        """
+        n = len(ids)
+        self._set_rows(n)
+        self.decoder.embed(ids, self.buffers.x[:n])
+        plans: list[_AdapterPlan] = []
+        for start, stop, adapter in segments:
+            if adapter is not None and stop > start:
+                plan = self._plan_of(adapter)
+                plan.set_range(start, stop)
+                plans.append(plan)
+        for i, layer in enumerate(self._layers):
+            adapters = [plan.steps[i] for plan in plans]
+            _run(layer.qkv, adapters, "qkv")
+            _run(layer.attend, (), "")
+            _run(layer.o, adapters, "o")
+            _run(layer.gate_up, adapters, "gate_up")
+            _run(layer.activate, (), "")
+            _run(layer.down, adapters, "down")
+        return self.buffers.x[:n]
+
+
+def _run(steps: Sequence[PlanStep], adapters: Sequence[dict[str, list[Step]]], place: str) -> None:
+    for step in steps:
+        step.run()
+    for adapter in adapters:
+        for step in adapter.get(place, ()):
+            step.run()

@@ -1,0 +1,123 @@
+"""From hidden states to logits, tokens and log-probs: final norm, head in float32, sampling, scoring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.models import sampling
+from tithe.models.decoder import Decoder
+from tithe.models.forward import Scratch, is_bf16, norm_step
+from tithe.models.linear import operand_steps
+
+CHUNK_ROWS = 128
+"""Rows of logits held at once: 128 × 49,152 float32 are 25 MB."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """What a row is drawn with; all arrays have one entry a row. Temperature 0 is greedy.
+
+    `counters` int64 [n, 4]: seed, group, sample, position of the random number.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    counters: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Token, log-softmax(logits / T) and the log-prob renormalised over the kept set, one entry a row."""
+
+    token: np.ndarray
+    logp: np.ndarray
+    logp_behaviour: np.ndarray
+
+
+class Head:
+    """The head of a decoder on buffers of its own. Not thread-safe: it belongs to the lane."""
+
+    def __init__(self, decoder: Decoder, chunk_rows: int = CHUNK_ROWS) -> None:
+        self.decoder = decoder
+        self.chunk_rows = chunk_rows
+        self._scratch = Scratch(decoder.spec.hidden_size)
+        self._logits = torch.empty(0, decoder.head.rows)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Final norm of residual rows [n, H] → operand rows [n, H]."""
+        out = torch.empty(x.shape, dtype=self.decoder.options.operand_dtype)
+        x = x.contiguous()
+        norm_step(x, self.decoder.final_norm, out, self.decoder.spec.rms_norm_eps, self._scratch).run()
+        return out
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """float32 [n, V] for at most `chunk_rows` operand rows; a view that the next call overwrites."""
+        n = normed.shape[0]
+        if self._logits.shape[0] < n:
+            self._logits = torch.empty(min(self.chunk_rows, max(n, 64)), self.decoder.head.rows)
+        out = self._logits[:n]
+        operand, steps = operand_steps(normed)
+        for step in steps:
+            step.run()
+        self.decoder.head.product(operand, out).run()
+        return out
+
+    def sample(self, x: Tensor, draws: Draws) -> Drawn:
+        """Draw one token for each residual row x [n, H]."""
+        n = x.shape[0]
+        token, logp, behaviour = np.empty(n, np.int32), np.empty(n, np.float32), np.empty(n, np.float32)
+        temperature = draws.temperature.astype(np.float32)
+        inverse = np.divide(1.0, temperature, out=np.zeros(n, np.float32), where=temperature > 0, dtype=np.float32)
+        top_k, top_p = draws.top_k.astype(np.int32), draws.top_p.astype(np.float32)
+        min_p, counters = draws.min_p.astype(np.float32), np.ascontiguousarray(draws.counters, np.int64)
+        normed = self.normed(x)
+        for a in range(0, n, self.chunk_rows):
+            b = min(a + self.chunk_rows, n)
+            logits = self.logits(normed[a:b])
+            rows = (inverse, top_k, top_p, min_p, counters, token, logp, behaviour)
+            addresses = [r[a:b].ctypes.data for r in rows]
+            args = [logits.data_ptr(), logits.stride(0), self.decoder.n_tokens, *addresses]
+            sampling.sample_rows.bind(b - a, args).run()
+        return Drawn(token, logp, behaviour)
+
+    def score(self, x: Tensor, targets: np.ndarray, temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(log-prob, entropy) float32 [n] of target ids [n] at residual rows x [n, H]; the sampler's own numbers."""
+        n = x.shape[0]
+        logp, entropy = np.empty(n, np.float32), np.empty(n, np.float32)
+        normed = self.normed(x)
+        for a in range(0, n, self.chunk_rows):
+            b = min(a + self.chunk_rows, n)
+            logits = self.logits(normed[a:b])
+            logp_chunk(self.decoder, logits, targets[a:b], temperature[a:b], logp[a:b], entropy[a:b])
+        return logp, entropy
+
+
+def logp_chunk(
+    decoder: Decoder,
+    logits: Tensor,
+    targets: np.ndarray,
+    temperature: np.ndarray,
+    logp: np.ndarray,
+    entropy: np.ndarray,
+    probabilities: Tensor | None = None,
+    log_weights: Tensor | None = None,
+) -> None:
+    """Fill logp and entropy (float32 [n]) from logits [n, V]; optionally p and p·(log p + H), operand dtype [n, V].
+
+    T = 0 scores at T = 1, as the greedy sampler does.
+    """
+    temperature = np.where(temperature > 0, temperature, 1.0).astype(np.float32)
+    inverse = np.float32(1.0) / temperature
+    ids = np.ascontiguousarray(targets, np.int32)
+    args = [logits.data_ptr(), logits.stride(0), decoder.n_tokens, inverse.ctypes.data, ids.ctypes.data]
+    args += [logp.ctypes.data, entropy.ctypes.data]
+    args += [probabilities.data_ptr() if probabilities is not None else 0, decoder.head.rows]
+    args += [is_bf16(probabilities) if probabilities is not None else 0]
+    args += [log_weights.data_ptr() if log_weights is not None else 0]
+    sampling.logp_rows.bind(len(ids), args, (inverse, ids)).run()
