@@ -5,16 +5,19 @@ given and what is allowed. `config_warnings` returns doubtful settings as text a
 """
 
 from tithe.config.base import Section
+from tithe.config.demo import DEMO_OVERRIDES, demo_config
 from tithe.config.learning import LoraSettings, ModelSettings, OptimizerSettings, RlSettings
 from tithe.config.loading import build_config, dump_resolved, load_config
 from tithe.config.relations import config_warnings
 from tithe.config.resuming import CONFIG_FILE, RESUME_MUTABLE, check_resume, load_resumed, load_run
+from tithe.config.run_dirs import choose_run_dir
 from tithe.config.running import MonitorSettings, RunSettings
 from tithe.config.sampling import EngineSettings, FormatRule, RewardSettings, RolloutSettings, TaskSettings
 from tithe.config.schema import RunConfig
 
 __all__ = [
     "CONFIG_FILE",
+    "DEMO_OVERRIDES",
     "RESUME_MUTABLE",
     "EngineSettings",
     "FormatRule",
@@ -31,7 +34,9 @@ __all__ = [
     "TaskSettings",
     "build_config",
     "check_resume",
+    "choose_run_dir",
     "config_warnings",
+    "demo_config",
     "dump_resolved",
     "load_config",
     "load_resumed",

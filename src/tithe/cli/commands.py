@@ -1,0 +1,170 @@
+"""One thin handler per command: read the configuration, warn, call one function of `tithe.build`.
+
+    command   call                                         arguments
+    ───────   ──────────────────────────────────────────   ───────────────────────────────────────────────────────
+    train     build.train(cfg, run_dir)                    RunConfig, Path of a free or empty directory (= cfg.run.dir)
+    check     build.check(cfg)                             RunConfig
+    resume    build.resume(run_dir, overrides)             Path, list of texts that a resume may change (checked here)
+    eval      build.evaluate(target, overrides)            Path of a run directory or a run file, list of texts
+    sample    build.sample(run_dir, prompt, overrides)     Path, text, list of texts
+    parity    build.parity(cfg_or_run_dir)                 RunConfig of a run file, or Path of a run directory
+    report    build.report(run_dir)                        Path
+    demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
+
+Each returns a `dict[str, object]` of JSON's types, paths and numpy scalars. `"text"` in it, when present, is what
+people read on standard output; all other keys are what `--json` prints. A call raises `UserError` for bad input (exit
+code 2) and `RunError` for a failed run (exit code 1); it shows progress on standard error only.
+
+`--dry-run` stops before `tithe.build` is imported. The configuration and `tithe.build` are imported inside the handlers
+because pydantic and torch must not delay `--help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tithe.config import RunConfig
+
+Result = Mapping[str, object]
+
+
+def train(args: argparse.Namespace) -> Result:
+    """`tithe train RUN.yaml key=value …`."""
+    from tithe.config import choose_run_dir, load_config
+
+    cfg = choose_run_dir(load_config(args.run_file, args.overrides))
+    if args.dry_run:
+        return _resolved(cfg)
+    _warn(cfg)
+    from tithe.build import train as build_train
+
+    return build_train(cfg, Path(cfg.run.dir))
+
+
+def check(args: argparse.Namespace) -> Result:
+    """`tithe check RUN.yaml key=value …`."""
+    from tithe.config import load_config
+
+    cfg = load_config(args.run_file, args.overrides)
+    if args.dry_run:
+        return _resolved(cfg)
+    _warn(cfg)
+    from tithe.build import check as build_check
+
+    return build_check(cfg)
+
+
+def resume(args: argparse.Namespace) -> Result:
+    """`tithe resume RUN_DIR key=value …`."""
+    from tithe.config import load_resumed
+
+    cfg = load_resumed(args.run_dir, args.overrides)
+    if args.dry_run:
+        return _resolved(cfg)
+    _warn(cfg)
+    from tithe.build import resume as build_resume
+
+    return build_resume(Path(args.run_dir), args.overrides)
+
+
+def evaluate(args: argparse.Namespace) -> Result:
+    """`tithe eval RUN_DIR|RUN.yaml key=value …`."""
+    cfg = _load_target(args)
+    if args.dry_run:
+        return _resolved(cfg)
+    from tithe.build import evaluate as build_evaluate
+
+    return build_evaluate(Path(args.target), args.overrides)
+
+
+def sample(args: argparse.Namespace) -> Result:
+    """`tithe sample RUN_DIR PROMPT key=value …`."""
+    from tithe.config import load_run
+
+    cfg = load_run(args.run_dir, args.overrides)
+    if args.dry_run:
+        return _resolved(cfg)
+    from tithe.build import sample as build_sample
+
+    return build_sample(Path(args.run_dir), args.prompt, args.overrides)
+
+
+def parity(args: argparse.Namespace) -> Result:
+    """`tithe parity RUN.yaml key=value …` or `tithe parity RUN_DIR`."""
+    from tithe.errors import ConfigError
+
+    is_run = Path(args.target).is_dir()
+    if is_run and args.overrides:
+        raise ConfigError("parity of a run directory is that of its own configuration; give a run file to change keys")
+    cfg = _load_target(args)
+    if args.dry_run:
+        return _resolved(cfg)
+    from tithe.build import parity as build_parity
+
+    return build_parity(Path(args.target) if is_run else cfg)
+
+
+def report(args: argparse.Namespace) -> Result:
+    """`tithe report RUN_DIR`."""
+    from tithe.config import load_run
+
+    load_run(args.run_dir)  # refuses what is no run directory before anything heavy is imported
+    from tithe.build import report as build_report
+
+    return build_report(Path(args.run_dir))
+
+
+def demo(args: argparse.Namespace) -> Result:
+    """`tithe demo key=value …`."""
+    from tithe.config import choose_run_dir, demo_config
+
+    cfg = choose_run_dir(demo_config(args.overrides))
+    if args.dry_run:
+        return _resolved(cfg)
+    _warn(cfg)
+    from tithe.build import demo as build_demo
+
+    return build_demo(args.overrides)
+
+
+HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
+    "train": train,
+    "check": check,
+    "resume": resume,
+    "eval": evaluate,
+    "sample": sample,
+    "parity": parity,
+    "report": report,
+    "demo": demo,
+}
+
+
+def _load_target(args: argparse.Namespace) -> RunConfig:
+    from tithe.config import load_config, load_run
+
+    load = load_run if Path(args.target).is_dir() else load_config
+    return load(args.target, args.overrides)
+
+
+def _resolved(cfg: RunConfig) -> Result:
+    """The answer of `--dry-run`: YAML that a run file may hold, or the same values as JSON."""
+    from tithe.config import config_warnings, dump_resolved
+
+    _warn(cfg)
+    return {
+        "text": dump_resolved(cfg).rstrip("\n"),
+        "config": cfg.model_dump(mode="json"),
+        "warnings": config_warnings(cfg),
+    }
+
+
+def _warn(cfg: RunConfig) -> None:
+    from tithe.config import config_warnings
+
+    for warning in config_warnings(cfg):
+        print(f"tithe: warning: {warning}", file=sys.stderr)

@@ -1,0 +1,81 @@
+"""The grammar of the command line. Standard library only: `--help` must not wait for anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+OVERRIDES_HELP = "configuration overrides such as optimizer.lr=1e-4; all keys are in docs/configuration.md"
+
+
+class UsageError(Exception):
+    """The arguments do not form a command; the message ends with the usage."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that `--json` is answered by one line in every case."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().strip()}")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Arguments → namespace with `command`, `json`, `overrides` and the command's own. Raises `UsageError`.
+
+    Overrides may stand before and after options, which argparse alone does not allow.
+    """
+    parser = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if parsed.command is None:
+        raise UsageError(f"no command given\n{parser.format_help().strip()}")
+    stray = [text for text in rest if text.startswith("-") or "=" not in text]
+    if stray or (rest and not hasattr(parsed, "overrides")):
+        raise UsageError(f"unknown argument {(stray or rest)[0]!r}; see tithe {parsed.command} --help")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole grammar."""
+    parser = _Parser(
+        prog="tithe",
+        allow_abbrev=False,
+        description="Reinforcement-learning post-training of large language models on one frozen low-bit base.",
+        epilog="Exit codes: 0 success, 1 the run failed, 2 bad input. Every command takes --json.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    def add(name: str, text: str, *, dry_run: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        command.add_argument(
+            "--json", action="store_true", help="standard output gets one line of JSON and nothing else"
+        )
+        if dry_run:
+            command.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+        return command
+
+    def overrides(command: argparse.ArgumentParser) -> None:
+        command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+
+    train = add("train", "train an adapter as a run file says")
+    train.add_argument("run_file", metavar="RUN.yaml", help="run file; every key has a default")
+    check = add("check", "do one step on the small model with your data and reward, and show everything")
+    check.add_argument("run_file", metavar="RUN.yaml", help="run file")
+    resume = add("resume", "continue a run from its last checkpoint")
+    resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    evaluate = add("eval", "evaluate a run's adapter, or a run file's bare base, on the held-out questions")
+    evaluate.add_argument("target", metavar="RUN_DIR|RUN.yaml", help="directory of a run, or a run file")
+    sample = add("sample", "answer one prompt with a run's adapter")
+    sample.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    sample.add_argument("prompt", metavar="PROMPT", help="what to ask")
+    parity = add("parity", "compare the trainer's log-probabilities with the sampler's, token by token")
+    parity.add_argument("target", metavar="RUN.yaml|RUN_DIR", help="run file, or directory of a run")
+    report = add("report", "write report.html of a run", dry_run=False)
+    report.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    demo = add("demo", "train a real 4-bit model on a task that a program can check, in minutes")
+    for command in (train, check, resume, evaluate, sample, parity, demo):
+        overrides(command)
+    return parser

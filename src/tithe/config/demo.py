@@ -1,0 +1,22 @@
+"""What `tithe demo` runs: the defaults, plus the few keys that fit it into ten minutes of a two-core laptop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tithe.config.loading import load_config
+from tithe.config.schema import RunConfig
+
+DEMO_OVERRIDES: tuple[str, ...] = (
+    "run.name=demo",
+    "run.max_steps=15",
+    "run.max_minutes=8",
+    "run.eval_every=5",
+    "run.checkpoint_every=5",
+)
+"""Applied before the user's own overrides, which win."""
+
+
+def demo_config(overrides: Sequence[str] = ()) -> RunConfig:
+    """The demo's configuration. Raises `ConfigError` as `load_config` does."""
+    return load_config(None, [*DEMO_OVERRIDES, *overrides])
