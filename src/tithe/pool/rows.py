@@ -1,0 +1,97 @@
+"""Statements on groups, prompts and rollouts. Each runs inside a transaction that its caller opened."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from tithe.errors import PoolError
+from tithe.pool.codec import PROMPT_DTYPE, ROLLOUT_COLUMNS, encode_array, read_group, rollout_row
+from tithe.pool.states import Move
+from tithe.types import RolloutGroup
+
+
+def load_group(db: sqlite3.Connection, group_id: int) -> RolloutGroup:
+    """A committed group with all arrays."""
+    group = db.execute("SELECT * FROM rollout_group WHERE group_id = ?", (group_id,)).fetchone()
+    if group is None:
+        raise PoolError(f"there is no group {group_id}")
+    return read_group(
+        group, db.execute("SELECT * FROM rollout WHERE group_id = ? ORDER BY sample", (group_id,)).fetchall()
+    )
+
+
+def settle_earlier_owner(db: sqlite3.Connection) -> None:
+    """Leased groups are READY again; running ones are deleted and their prompts put back, first in the queue."""
+    db.execute("UPDATE rollout_group SET state = 'ready' WHERE state = 'leased'")
+    orphans = db.execute(
+        "SELECT group_id, prompt_id FROM rollout_group WHERE state = 'running' ORDER BY group_id"
+    ).fetchall()
+    first = db.execute("SELECT COALESCE(MIN(position), 0) FROM put_back").fetchone()[0] - len(orphans)
+    for offset, row in enumerate(orphans):
+        # An orphan has no rollouts. Its prompt keeps the id, which addresses the random numbers, so that a synchronous
+        # run samples the same tokens again in the same order.
+        db.execute("INSERT INTO put_back VALUES (?, ?, ?)", (first + offset, row["prompt_id"], row["group_id"]))
+    db.execute("DELETE FROM rollout_group WHERE state = 'running'")
+
+
+def add_group(db: sqlite3.Connection, prompt_id: str, lineage: int, serial: int, group_id: int | None) -> int:
+    """Insert a RUNNING group, under the given id or the next unused one; returns the id."""
+    if group_id is None:
+        group_id = int(db.execute("SELECT next_group_id FROM pool_state").fetchone()[0])
+        db.execute("UPDATE pool_state SET next_group_id = next_group_id + 1")
+    db.execute(
+        "INSERT INTO rollout_group (group_id, prompt_id, lineage, admitted_serial, state, admitted_at_s)"
+        " VALUES (?, ?, ?, ?, 'running', ?)",
+        (group_id, prompt_id, lineage, serial, time.time()),
+    )
+    return group_id
+
+
+def move_group(db: sqlite3.Connection, group_id: int, move: Move) -> sqlite3.Row:
+    """Change a group's state; returns the row as it was. Raises `PoolError` for an illegal move."""
+    row = db.execute("SELECT * FROM rollout_group WHERE group_id = ?", (group_id,)).fetchone()
+    if row is None:
+        raise PoolError(f"there is no group {group_id}")
+    if row["state"] not in move.sources:
+        raise PoolError(f"group {group_id} is {row['state']} and cannot be {move.name}")
+    db.execute("UPDATE rollout_group SET state = ? WHERE group_id = ?", (move.target, group_id))
+    return row
+
+
+def store_rollouts(db: sqlite3.Connection, row: sqlite3.Row, group: RolloutGroup) -> None:
+    """Write a finished group beside `row`, its admission. Raises `PoolError` when the two do not belong together."""
+    admitted = (row["prompt_id"], row["lineage"], row["admitted_serial"])
+    given = (group.prompt_id, group.lineage, group.admitted_serial)
+    if admitted != given:
+        raise PoolError(f"group {group.group_id} was admitted as {admitted} and is committed as {given}")
+    marks = ", ".join("?" * len(ROLLOUT_COLUMNS))
+    db.executemany(
+        f"INSERT INTO rollout ({', '.join(ROLLOUT_COLUMNS)}) VALUES ({marks})",  # noqa: S608 - own names
+        (rollout_row(group.group_id, rollout) for rollout in group.rollouts),
+    )
+    newest = max((int(r.serials.max()) for r in group.rollouts if len(r.serials)), default=group.admitted_serial)
+    prompt = encode_array(group.prompt_ids, PROMPT_DTYPE)
+    db.execute(
+        "UPDATE rollout_group SET prompt_tokens = ?, min_serial = ?, max_serial = ?, finished_at_s = ?"
+        " WHERE group_id = ?",
+        (prompt, group.min_serial, newest, time.time(), group.group_id),
+    )
+
+
+def failures_in_a_row(db: sqlite3.Connection, prompt_id: str) -> int:
+    """Failed groups of a prompt since its last one that could be used."""
+    return db.execute(
+        "SELECT COUNT(*) FROM rollout_group WHERE prompt_id = :prompt AND reason = 'failed' AND group_id > COALESCE("
+        "(SELECT MAX(group_id) FROM rollout_group WHERE prompt_id = :prompt AND finished_at_s IS NOT NULL"
+        " AND reason IS NOT 'failed'), -1)",
+        {"prompt": prompt_id},
+    ).fetchone()[0]
+
+
+def last_failure(db: sqlite3.Connection) -> str:
+    """What the newest failed group said."""
+    row = db.execute(
+        "SELECT detail FROM rollout_group WHERE reason = 'failed' ORDER BY group_id DESC LIMIT 1"
+    ).fetchone()
+    return row["detail"] if row else "unknown"
