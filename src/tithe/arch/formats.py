@@ -14,7 +14,8 @@ class TensorFormat(enum.StrEnum):
     """How the elements of one tensor lie in its file, innermost dimension first.
 
     A quantized format stores each row as consecutive blocks; a block is never split between rows, so rows can be
-    sliced and permuted as bytes. Bit order, scale dtype and value range of each are in `tithe.quant.formats`.
+    sliced and permuted as bytes. Bit order, scale dtype and value range are in `tithe.quant.formats` for the formats
+    that stay packed (`is_quantized`) and in `tithe.quant.kquants` for those that are expanded when they are loaded.
 
     >>> TensorFormat.Q4_1.block_size, TensorFormat.Q4_1.block_bytes, TensorFormat.Q4_1.n_bytes((1536, 576))
     (32, 20, 552960)
@@ -23,6 +24,13 @@ class TensorFormat(enum.StrEnum):
     Q4_0 = "Q4_0"
     Q4_1 = "Q4_1"
     Q8_0 = "Q8_0"
+    Q5_0 = "Q5_0"
+    Q5_1 = "Q5_1"
+    Q2_K = "Q2_K"
+    Q3_K = "Q3_K"
+    Q4_K = "Q4_K"
+    Q5_K = "Q5_K"
+    Q6_K = "Q6_K"
     F16 = "F16"
     BF16 = "BF16"
     F32 = "F32"
@@ -39,8 +47,11 @@ class TensorFormat(enum.StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """True for the integer formats with a scale per block."""
-        return self.block_size > 1
+        """True for integers with one half-precision scale per block, which the packed kernels read as they are.
+
+        False for the floating-point formats, and for the 5-bit and K formats, which a loader expands to numbers.
+        """
+        return self in _PACKED
 
     @property
     def bytes_per_weight(self) -> float:
@@ -68,10 +79,19 @@ _LAYOUT: Final[dict[TensorFormat, tuple[int, int]]] = {
     TensorFormat.Q4_0: (32, 2 + 16),
     TensorFormat.Q4_1: (32, 2 + 2 + 16),
     TensorFormat.Q8_0: (32, 2 + 32),
+    TensorFormat.Q5_0: (32, 2 + 4 + 16),
+    TensorFormat.Q5_1: (32, 2 + 2 + 4 + 16),
+    TensorFormat.Q2_K: (256, 16 + 64 + 2 + 2),
+    TensorFormat.Q3_K: (256, 32 + 64 + 12 + 2),
+    TensorFormat.Q4_K: (256, 2 + 2 + 12 + 128),
+    TensorFormat.Q5_K: (256, 2 + 2 + 12 + 32 + 128),
+    TensorFormat.Q6_K: (256, 128 + 64 + 16 + 2),
     TensorFormat.F16: (1, 2),
     TensorFormat.BF16: (1, 2),
     TensorFormat.F32: (1, 4),
 }
+
+_PACKED: Final = frozenset({TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0})
 
 SUPPORTED_FORMATS: Final = ", ".join(TensorFormat)
 
@@ -80,7 +100,14 @@ GGML_FORMATS: Final[dict[int, TensorFormat]] = {
     1: TensorFormat.F16,
     2: TensorFormat.Q4_0,
     3: TensorFormat.Q4_1,
+    6: TensorFormat.Q5_0,
+    7: TensorFormat.Q5_1,
     8: TensorFormat.Q8_0,
+    10: TensorFormat.Q2_K,
+    11: TensorFormat.Q3_K,
+    12: TensorFormat.Q4_K,
+    13: TensorFormat.Q5_K,
+    14: TensorFormat.Q6_K,
     30: TensorFormat.BF16,
 }
 """GGUF's tensor type numbers that Tithe reads."""
@@ -93,10 +120,9 @@ SAFETENSORS_FORMATS: Final[dict[str, TensorFormat]] = {
 """Safetensors' dtype names that Tithe reads."""
 
 _OTHER_GGML_NAMES: Final[dict[int, str]] = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-    40: "NVFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from tithe.arch import TensorFormat
 from tithe.errors import ModelError
+from tithe.quant import kquants
 from tithe.quant.formats import GROUP_SIZE, GroupedIntegers
 
 _MAX_HALF = float(np.finfo(np.float16).max)
@@ -18,11 +19,11 @@ _MAX_HALF = float(np.finfo(np.float16).max)
 def unpack(raw: np.ndarray, tensor_format: TensorFormat) -> GroupedIntegers:
     """The integers of a quantized matrix: uint8 [N, bytes per row] → q [N, K] with float16 scale and zero [N, K/32].
 
-    Exact. Q4_0's zero is -8 · scale. `ValueError` for a floating-point format or rows that are no whole blocks;
+    Exact. Q4_0's zero is -8 · scale. `ValueError` for a format that is not `is_quantized` or rows of broken blocks;
     `ModelError` when a scale is not finite: such a file is damaged.
     """
     if not tensor_format.is_quantized:
-        raise ValueError(f"{tensor_format} holds numbers, not integers with scales")
+        raise ValueError(f"{tensor_format} does not hold integers with one half-precision scale per block")
     blocks = _blocks(raw, tensor_format)
     scale = _half(blocks, 0)
     if tensor_format is TensorFormat.Q8_0:
@@ -41,7 +42,7 @@ def unpack(raw: np.ndarray, tensor_format: TensorFormat) -> GroupedIntegers:
 
 
 def dequantize(raw: np.ndarray, tensor_format: TensorFormat) -> np.ndarray:
-    """float32 [N, K]: the exact values of uint8 [N, bytes per row] in any format. Errors as in `unpack`."""
+    """float32 [N, K]: the exact values of uint8 [N, bytes per row] in any format (F32: a view). Errors as `unpack`."""
     match tensor_format:
         case TensorFormat.F32:
             return _contiguous(raw).view("<f4").astype(np.float32, copy=False)
@@ -49,8 +50,14 @@ def dequantize(raw: np.ndarray, tensor_format: TensorFormat) -> np.ndarray:
             return _contiguous(raw).view("<f2").astype(np.float32)
         case TensorFormat.BF16:
             return from_bf16_bits(_contiguous(raw).view("<u2"))
-        case _:
+        case _ if tensor_format.is_quantized:
             return unpack(raw, tensor_format).values()
+        case _:
+            blocks = _blocks(raw, tensor_format)
+            values = kquants.expand(blocks.reshape(-1, tensor_format.block_bytes), tensor_format)
+            if not np.isfinite(values).all():
+                raise ModelError(f"a {tensor_format} tensor has a scale that is not finite: damaged file")
+            return values.reshape(len(raw), -1)
 
 
 def quantize_int4(w: np.ndarray, group: int = GROUP_SIZE) -> GroupedIntegers:

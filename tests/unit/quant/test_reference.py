@@ -22,6 +22,7 @@ from tithe.quant.reference import (
     unpack,
 )
 
+PLAIN = [TensorFormat.F16, TensorFormat.BF16, TensorFormat.F32]
 QUANTIZED = [TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0]
 
 
@@ -33,7 +34,7 @@ def as_gguf(values: np.ndarray, tensor_format: TensorFormat) -> np.ndarray:
     return np.ascontiguousarray(gguf.quants.quantize(values, gguf.GGMLQuantizationType[tensor_format])).view(np.uint8)
 
 
-@pytest.mark.parametrize("tensor_format", list(TensorFormat))
+@pytest.mark.parametrize("tensor_format", [*QUANTIZED, *PLAIN])
 def test_dequantize_is_ggufs_bit_for_bit(tensor_format: TensorFormat) -> None:
     raw = as_gguf(matrix(1), tensor_format)
     theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[tensor_format])
@@ -56,6 +57,31 @@ def test_random_blocks_dequantize_as_ggufs(seed: int, tensor_format: TensorForma
     integers = unpack(raw, tensor_format)
     np.testing.assert_array_equal(integers.values(), theirs)
     assert (integers.q.shape, integers.scale.shape, integers.group) == ((4, 96), (4, 3), 32)
+
+
+# Where each expanded format keeps its half-precision numbers; random bytes there could be infinite.
+HALVES = {"Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+
+
+@given(st.integers(0, 2**32), st.sampled_from([TensorFormat(name) for name in HALVES]))
+def test_expanded_formats_are_ggufs_bit_for_bit(seed: int, tensor_format: TensorFormat) -> None:
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (3, 2, tensor_format.block_bytes), dtype=np.uint8)
+    for offset in HALVES[tensor_format]:
+        halves = rng.normal(0, 10.0 ** rng.integers(-6, 3), (3, 2)).astype(np.float16)
+        blocks[:, :, offset : offset + 2] = halves[..., None].view(np.uint8)
+    raw = blocks.reshape(3, -1)
+    theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[tensor_format])
+    np.testing.assert_array_equal(dequantize(raw, tensor_format), theirs)
+    with pytest.raises(ValueError, match="scale per block"):
+        unpack(raw, tensor_format)
+    blocks[1, 1, HALVES[tensor_format][0] :][:2] = np.array([np.nan], np.float16).view(np.uint8)
+    with pytest.raises(ModelError, match="not finite"):
+        dequantize(blocks.reshape(3, -1), tensor_format)
+
+
+def test_every_format_has_a_reading() -> None:
+    assert set(QUANTIZED) | set(PLAIN) | set(HALVES) == set(TensorFormat)
 
 
 def test_bit_order_is_the_one_written_down() -> None:
@@ -81,7 +107,7 @@ def test_damaged_scales_and_shapes_are_refused() -> None:
             unpack(damaged, TensorFormat.Q4_1)
     with pytest.raises(ValueError, match="whole Q4_1 blocks"):
         unpack(raw[:, :-1], TensorFormat.Q4_1)
-    with pytest.raises(ValueError, match="not integers"):
+    with pytest.raises(ValueError, match="scale per block"):
         unpack(raw, TensorFormat.BF16)
     with pytest.raises(ValueError, match="uint8"):
         dequantize(matrix(2), TensorFormat.F32)
