@@ -106,11 +106,6 @@ class Pool:
         """Batches trained: the trainer's serial."""
         return int(self._state("serial"))
 
-    @property
-    def lineage(self) -> int:
-        """The lineage that new versions belong to."""
-        return int(self._state("lineage"))
-
     def _state(self, column: str) -> Any:
         with self._store.reading() as db:
             return db.execute("SELECT * FROM pool_state").fetchone()[column]
@@ -280,13 +275,10 @@ class Pool:
         place = directory.absolute()
         name = str(place.relative_to(folder)) if place.is_relative_to(folder) else str(place)
         with self._store.transaction() as db:
-            row = db.execute("SELECT serial, lineage FROM pool_state").fetchone()
-            if serial != row["serial"]:
-                raise PoolError(f"a checkpoint of serial {serial} cannot be recorded at serial {row['serial']}")
-            db.execute(
-                "INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?, ?)",
-                (serial, row["lineage"], name, text, time.time()),
-            )
+            current = db.execute("SELECT serial FROM pool_state").fetchone()[0]
+            if serial != current:
+                raise PoolError(f"a checkpoint of serial {serial} cannot be recorded at serial {current}")
+            db.execute("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?)", (serial, name, text, time.time()))
             db.execute(
                 "DELETE FROM checkpoint WHERE serial NOT IN"
                 " (SELECT serial FROM checkpoint ORDER BY serial DESC LIMIT ?)",
@@ -298,7 +290,7 @@ class Pool:
         with self._store.reading() as db:
             rows = db.execute("SELECT * FROM checkpoint ORDER BY serial DESC").fetchall()
         folder = self.path.parent
-        return [Checkpoint(r["serial"], r["lineage"], folder / r["directory"], json.loads(r["state"])) for r in rows]
+        return [Checkpoint(r["serial"], folder / r["directory"], json.loads(r["state"])) for r in rows]
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest recorded checkpoint, or None."""
@@ -321,8 +313,8 @@ class Pool:
                 (target,),
             ).rowcount
             db.execute("DELETE FROM checkpoint WHERE serial > ?", (target,))
-            db.execute("UPDATE pool_state SET serial = ?, lineage = lineage + ?", (target, int(replayed > 0)))
-        return Rewind(chosen, target, self.lineage, replayed)
+            db.execute("UPDATE pool_state SET serial = ?", (target,))
+        return Rewind(chosen, target, replayed)
 
     def prune_trained(self, keep_batches: int) -> int:
         """Strip the arrays of dropped groups and of those trained more than `keep_batches` ago; returns how many. Text

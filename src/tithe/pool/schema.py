@@ -19,7 +19,6 @@ CREATE TABLE pool_state (
     run_id         TEXT    NOT NULL,
     owner_epoch    INTEGER NOT NULL,   -- rises whenever a writer opens the pool; ends the leases of the one before
     serial         INTEGER NOT NULL,   -- batches trained
-    lineage        INTEGER NOT NULL,
     next_group_id  INTEGER NOT NULL,
     prompt_cursor  INTEGER NOT NULL,   -- prompts drawn from the shuffled order so far
     prompt_digest  TEXT                -- identity of the prompt set and its order
@@ -73,7 +72,6 @@ CREATE TABLE put_back (
 );
 CREATE TABLE checkpoint (
     serial       INTEGER PRIMARY KEY,
-    lineage      INTEGER NOT NULL,
     directory    TEXT    NOT NULL,     -- relative to the pool's folder where possible
     state        TEXT    NOT NULL,     -- JSON
     created_at_s REAL    NOT NULL

@@ -103,7 +103,6 @@ class Checkpoint:
     """A durable checkpoint: files in `directory`, loop state in `state` (JSON values)."""
 
     serial: int
-    lineage: int
     directory: Path
     state: Mapping[str, Any]
 
@@ -112,11 +111,9 @@ class Checkpoint:
 class Rewind:
     """What a resume goes on from. `checkpoint` is None when none was recorded: the run starts again at serial 0.
 
-    `replayed` groups were trained after the checkpoint and wait again. When there are any, versions may have been
-    published that are now lost, so `lineage` is a new one.
+    `replayed` groups were trained after the checkpoint and wait again, in their old batches.
     """
 
     checkpoint: Checkpoint | None
     serial: int
-    lineage: int
     replayed: int

@@ -168,7 +168,7 @@ def _create_tables(db: sqlite3.Connection, run_id: str) -> None:
     for statement in DDL.split(";\n"):
         if statement.strip():
             db.execute(statement)
-    db.execute("INSERT INTO pool_state VALUES (1, ?, 0, 0, 0, 0, 0, NULL)", (run_id,))
+    db.execute("INSERT INTO pool_state VALUES (1, ?, 0, 0, 0, 0, NULL)", (run_id,))
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 

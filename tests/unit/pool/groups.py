@@ -30,9 +30,9 @@ def make_group(group_id, prompt_id="p", *, serial=0, lineage=0, rollouts=None):
 
 
 def add_ready(pool, n=1, *, serial=0, prompt_id="p"):
-    ids = [pool.admit(prompt_id, pool.lineage, serial) for _ in range(n)]
+    ids = [pool.admit(prompt_id, 0, serial) for _ in range(n)]
     for group_id in ids:
-        pool.commit(make_group(group_id, prompt_id, serial=serial, lineage=pool.lineage))
+        pool.commit(make_group(group_id, prompt_id, serial=serial, lineage=0))
     return ids
 
 

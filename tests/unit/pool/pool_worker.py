@@ -47,7 +47,7 @@ def work(path: Path, seed: int) -> None:
     say("rewound", rewind.serial)
     running = []
     while True:
-        serial, lineage = pool.serial, pool.lineage
+        serial, lineage = pool.serial, 0
         while len(running) < 4:
             running.append((pool.admit_next(lineage, serial), serial, lineage))
         group = make_group(*running.pop(rng.randrange(len(running))))

@@ -115,10 +115,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        admission = self.pool.admit_next(self.pool.lineage, self.serial)
+        admission = self.pool.admit_next(0, self.serial)
         assert self.model.get(admission.group_id) is None
         self.model[admission.group_id] = "running"
-        self.admissions[admission.group_id] = (admission, self.serial, self.pool.lineage)
+        self.admissions[admission.group_id] = (admission, self.serial, 0)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
