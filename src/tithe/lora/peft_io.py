@@ -22,7 +22,7 @@ import torch
 
 from tithe.errors import AdapterError, UserError
 from tithe.lora.spec import ALL_LINEAR, LoraSpec, matches, module_of, resolve_targets, tensor_names
-from tithe.utils.durable import complete_directory, explain, write_file
+from tithe.utils.durable import complete_directory, explain
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -78,7 +78,7 @@ def save_adapter(
     try:
         with complete_directory(directory, replace=True) as hidden:
             for name, data in files.items():
-                write_file(hidden / name, data)
+                (hidden / name).write_bytes(data)
     except OSError as error:
         raise UserError(f"cannot write the adapter {directory}: {explain(error)}") from error
 

@@ -40,14 +40,6 @@ def explain(error: OSError) -> str:
     return _REMEDIES.get(error.errno or 0) or error.strerror or str(error)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write and flush one file. Not atomic by itself: for files inside a hidden directory."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
@@ -57,6 +49,8 @@ def sha256_file(path: Path) -> str:
 @contextmanager
 def complete_directory(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden directory to fill; when the block ends well, it becomes `target`, complete and durable.
+
+    Plain writes will do inside: everything is flushed here, once.
 
     When the block raises, the hidden directory is removed and nothing has changed. A `target` that exists and is not
     empty raises `FileExistsError` before the block runs, unless `replace`: it is then moved aside after the new one
@@ -133,7 +127,7 @@ def _flush_directory(path: Path) -> None:
 
 
 def _flush_tree(root: Path) -> None:
-    """Flush every file and directory below `root`, then `root`: writers inside need not have done so."""
+    """Flush every file and directory below `root`, then `root`. A flush is of the file, whoever wrote it."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             descriptor = os.open(Path(folder, name), os.O_RDONLY)

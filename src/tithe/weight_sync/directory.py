@@ -20,7 +20,7 @@ import torch
 from tithe.errors import AdapterError, RunError, UserError
 from tithe.lora import TENSOR_FILE, LoraSpec, adapter_files, load_adapter
 from tithe.types import PolicyVersion
-from tithe.utils.durable import complete_directory, explain, remove_directory, sha256_file, sweep, write_file
+from tithe.utils.durable import complete_directory, explain, remove_directory, sha256_file, sweep
 from tithe.weight_sync.manifest import MANIFEST_FILE, FileRecord, Manifest, check_run_name, parse_name, published_name
 from tithe.weight_sync.probe import Probe
 
@@ -122,8 +122,8 @@ class DirectoryChannel:
             sweep(self._root)
             with complete_directory(target) as hidden:
                 for file_name, data in files.items():
-                    write_file(hidden / file_name, data)
-                write_file(hidden / MANIFEST_FILE, record.to_json().encode())
+                    (hidden / file_name).write_bytes(data)
+                (hidden / MANIFEST_FILE).write_bytes(record.to_json().encode())
         except OSError as error:
             raise UserError(f"cannot publish {target}: {explain(error)}") from error
         return target

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -221,15 +222,15 @@ def test_manifest_json_is_strict(channel):
 
 def test_a_disk_that_refuses_leaves_nothing(channel, tmp_path, monkeypatch):
     publish(channel, 1)
-    import tithe.weight_sync.directory as module
 
     def full(path, data):
-        path.write_bytes(data[:10])
+        path.write_text("part")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "write_file", full)
-    with pytest.raises(UserError, match="no space left"):
-        publish(channel, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.write_bytes", full)
+        with pytest.raises(UserError, match="no space left"):
+            publish(channel, 2)
     assert len(list((tmp_path / "adapters").iterdir())) == 1
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file, not a directory"):
@@ -240,7 +241,6 @@ SLOW_PUBLISHER = """
 import sys, time
 from pathlib import Path
 import torch
-import tithe.weight_sync.directory as module
 from tithe.lora import LoraSpec
 from tithe.types import PolicyVersion
 from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
@@ -253,7 +253,7 @@ def slow(path, data):
             file.flush()
             time.sleep(0.02 if path.suffix == ".safetensors" else 0)
 
-module.write_file = slow
+Path.write_bytes = slow
 root = Path(sys.argv[1])
 spec = LoraSpec(r=4, alpha=8, target_modules=("q_proj",))
 channel = DirectoryChannel(root, "sums")
@@ -284,8 +284,11 @@ def test_a_reader_sees_the_old_version_or_the_new_one_never_part(tmp_path):
         return serial
 
     def half_written():
-        files = list(root.glob(".tmp-*/*.safetensors")) if root.is_dir() else []
-        return any(0 < f.stat().st_size < 2**20 for f in files if f.exists())
+        # the publisher renames what is being looked at
+        with contextlib.suppress(FileNotFoundError):
+            hidden = [p for p in root.iterdir() if p.name.startswith(".tmp-")]
+            return any(0 < (p / "adapter_model.safetensors").stat().st_size < 2**20 for p in hidden)
+        return False
 
     with subprocess.Popen([sys.executable, "-c", SLOW_PUBLISHER, str(root)], env=env) as publisher:
         seen = set()
