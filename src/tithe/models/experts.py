@@ -69,5 +69,3 @@ def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     args = [gate_up.data_ptr(), 0, width, act.data_ptr(), int(dtype == torch.bfloat16), scratch.data_ptr(), 8, rows]
     kernels.swiglu.bind(-(-rows // 8), args).run()
     return act
-
-

@@ -7,7 +7,7 @@ belong to any sequences, at any positions, under any adapters (rows of one adapt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,9 @@ from tithe.quant.runtime import TASKS
 
 ROWS_PER_TASK = 8
 PLACES = ("qkv", "o", "gate_up", "down")
+STAGES = ("qkv", "finish", "attend", "o", "gate_up", "activate", "down")
+Segment = tuple[int, int, ModelAdapter | None]
+Tap = Callable[[int, str], None]
 
 
 class Scratch:
@@ -54,7 +57,7 @@ class RowBuffers:
     lse: Tensor | None = None
 
     @staticmethod
-    def allocate(decoder: Decoder, rows: int, sequences: int, pages_per_sequence: int) -> RowBuffers:
+    def allocate(decoder: Decoder, rows: int, sequences: int, pages_per_sequence: int, *, with_lse: bool) -> RowBuffers:
         """Fresh buffers; the block table is [sequences, pages_per_sequence]."""
         spec, operand = decoder.spec, decoder.options.operand_dtype
         return RowBuffers(
@@ -67,6 +70,7 @@ class RowBuffers:
             position=torch.zeros(rows, dtype=torch.int32),
             sequence=torch.zeros(rows, dtype=torch.int32),
             table=torch.zeros(sequences, pages_per_sequence, dtype=torch.int32),
+            lse=torch.empty(rows, spec.n_heads) if with_lse else None,
         )
 
     def inputs(self) -> dict[str, Tensor]:
@@ -143,6 +147,7 @@ class LayerSteps:
     """The launches of one layer, between which adapters are added."""
 
     qkv: list[PlanStep]
+    finish: list[PlanStep]
     attend: list[PlanStep]
     o: list[PlanStep]
     gate_up: list[PlanStep]
@@ -153,31 +158,29 @@ class LayerSteps:
 def layer_steps(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> LayerSteps:
     """The launches of one layer on one set of buffers; x is updated in place."""
     layer, eps = decoder.layers[index], decoder.spec.rms_norm_eps
-    qkv = [norm_step(b.x, layer.input_norm, b.xn, eps, scratch), *layer.qkv.steps(b.xn, b.qkv)]
-    attend = [
-        finish_step(decoder, layer, index, b, pages),
-        attention_step(decoder, index, b, pages, scratch),
-    ]
+    qkv: list[PlanStep] = [norm_step(b.x, layer.input_norm, b.xn, eps, scratch), *layer.qkv.steps(b.xn, b.qkv)]
+    finish: list[PlanStep] = [finish_step(decoder, layer, index, b, pages)]
+    attend: list[PlanStep] = [attention_step(decoder, index, b, pages, scratch)]
     o: list[PlanStep] = [*layer.o.steps(b.att, b.x, add=True)]
     if layer.o_bias is not None:
         o.append(BiasStep(b.x, layer.o_bias))
     post: list[PlanStep] = [norm_step(b.x, layer.post_norm, b.xn, eps, scratch)]
     if layer.experts is not None:
-        return LayerSteps(qkv, attend, o, [*post, ExpertStep(layer.experts, b.xn, b.x)], [], [])
+        return LayerSteps(qkv, finish, attend, o, [*post, ExpertStep(layer.experts, b.xn, b.x)], [], [])
     assert layer.gate_up is not None
     assert layer.down is not None
     gate_up = [*post, *layer.gate_up.steps(b.xn, b.gate_up)]
     down: list[PlanStep] = [*layer.down.steps(b.act, b.x, add=True)]
     if layer.down_bias is not None:
         down.append(BiasStep(b.x, layer.down_bias))
-    return LayerSteps(qkv, attend, o, gate_up, [swiglu_step(layer, b, scratch)], down)
+    return LayerSteps(qkv, finish, attend, o, gate_up, [swiglu_step(layer, b, scratch)], down)
 
 
-class _AdapterPlan:
+class AdapterPlan:
     """An adapter's launches on a plan's buffers, movable to any range of rows."""
 
-    def __init__(self, adapter: ModelAdapter, b: RowBuffers, u: Tensor) -> None:
-        inputs, outputs = b.inputs(), b.outputs()
+    def __init__(self, adapter: ModelAdapter, b: RowBuffers, u: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        outputs = b.outputs()
         self.steps: list[dict[str, list[Step]]] = [
             {place: adapter_steps(a, inputs[place], u, outputs[place]) for place, a in layer.items()}
             for layer in adapter.layers
@@ -203,28 +206,40 @@ class ForwardPlan:
     Write `buffers.position`, `.sequence`, `.table` and call `run`. Not thread-safe: it belongs to the lane.
     """
 
-    def __init__(self, decoder: Decoder, pages: KVPages, *, max_rows: int, sequences: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: KVPages,
+        *,
+        max_rows: int,
+        sequences: int,
+        max_positions: int,
+        with_lse: bool = False,
+        adapter_inputs: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.decoder = decoder
         self.max_rows = max_rows
         longest = padded(max_positions)
-        self.buffers = RowBuffers.allocate(decoder, max_rows, sequences, longest // 16)
+        self.buffers = RowBuffers.allocate(decoder, max_rows, sequences, longest // 16, with_lse=with_lse)
+        self._adapter_inputs = adapter_inputs or self.buffers.inputs()
         self.scratch = Scratch(scratch_floats(decoder.spec, longest))
-        self._u = torch.empty(max_rows, 0)
-        self._layers = [
-            layer_steps(decoder, i, self.buffers, pages, self.scratch) for i in range(len(decoder.layers))
-        ]
-        self._adapters: dict[int, tuple[ModelAdapter, _AdapterPlan]] = {}
+        self.u = torch.empty(max_rows, 0)
+        self._layers = [layer_steps(decoder, i, self.buffers, pages, self.scratch) for i in range(len(decoder.layers))]
+        self._adapters: dict[int, tuple[ModelAdapter, AdapterPlan]] = {}
         self._rows = -1
 
     def forget(self, adapter: ModelAdapter) -> None:
         """Drop the launches of an adapter that is no longer served."""
         self._adapters.pop(id(adapter), None)
 
-    def _plan_of(self, adapter: ModelAdapter) -> _AdapterPlan:
-        if adapter.widest > self._u.shape[1]:
-            self._u = torch.empty(self.max_rows, adapter.widest, dtype=self.decoder.options.operand_dtype)
+    def _plan_of(self, adapter: ModelAdapter) -> AdapterPlan:
+        if adapter.widest > self.u.shape[1]:
+            self.u = torch.empty(self.max_rows, adapter.widest, dtype=self.decoder.options.operand_dtype)
         if id(adapter) not in self._adapters:
-            self._adapters[id(adapter)] = (adapter, _AdapterPlan(adapter, self.buffers, self._u))
+            self._adapters[id(adapter)] = (
+                adapter,
+                AdapterPlan(adapter, self.buffers, self.u, self._adapter_inputs),
+            )
         return self._adapters[id(adapter)][1]
 
     def _set_rows(self, n: int) -> None:
@@ -233,7 +248,15 @@ class ForwardPlan:
         self._rows = n
         blocks = -(-n // ROWS_PER_TASK)
         for layer in self._layers:
-            for step in (*layer.qkv, *layer.attend, *layer.o, *layer.gate_up, *layer.activate, *layer.down):
+            for step in (
+                *layer.qkv,
+                *layer.finish,
+                *layer.attend,
+                *layer.o,
+                *layer.gate_up,
+                *layer.activate,
+                *layer.down,
+            ):
                 if isinstance(step, (ExpertStep, BiasStep)):
                     step.rows = n
                 elif isinstance(step, Launch) and step.of is kernels.rms_norm:
@@ -245,34 +268,40 @@ class ForwardPlan:
                 elif not isinstance(step, CopyStep):
                     step.args[5] = n
 
-    def run(self, ids: Tensor, segments: Sequence[tuple[int, int, ModelAdapter | None]]) -> Tensor:
-        """Residual stream x [n, H] float32 after all layers (a view) for int32 ids [n].
-
-        `segments` are (start, stop, adapter): consecutive row ranges that cover the n rows.
-        """
+    def begin(self, ids: Tensor, segments: Sequence[Segment]) -> list[AdapterPlan]:
+        """Embed int32 ids [n] into x and place the adapters on their rows."""
         n = len(ids)
         self._set_rows(n)
         self.decoder.embed(ids, self.buffers.x[:n])
-        plans: list[_AdapterPlan] = []
+        plans: list[AdapterPlan] = []
         for start, stop, adapter in segments:
             if adapter is not None and stop > start:
                 plan = self._plan_of(adapter)
                 plan.set_range(start, stop)
                 plans.append(plan)
-        for i, layer in enumerate(self._layers):
-            adapters = [plan.steps[i] for plan in plans]
-            _run(layer.qkv, adapters, "qkv")
-            _run(layer.attend, (), "")
-            _run(layer.o, adapters, "o")
-            _run(layer.gate_up, adapters, "gate_up")
-            _run(layer.activate, (), "")
-            _run(layer.down, adapters, "down")
-        return self.buffers.x[:n]
+        return plans
 
+    def run(self, ids: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Residual stream x [n, H] float32 after all layers (a view) for int32 ids [n].
 
-def _run(steps: Sequence[PlanStep], adapters: Sequence[dict[str, list[Step]]], place: str) -> None:
-    for step in steps:
-        step.run()
-    for adapter in adapters:
-        for step in adapter.get(place, ()):
-            step.run()
+        `segments` are (start, stop, adapter): consecutive row ranges that cover the n rows.
+        """
+        plans = self.begin(ids, segments)
+        for i in range(len(self._layers)):
+            self.run_layer(i, plans)
+        return self.buffers.x[: len(ids)]
+
+    def run_layer(self, i: int, plans: Sequence[AdapterPlan], tap: Tap | None = None) -> None:
+        """One layer in place; `tap(i, stage)` is called after each stage of `STAGES` when given."""
+        layer = self._layers[i]
+        stages = (layer.qkv, layer.finish, layer.attend, layer.o, layer.gate_up, layer.activate, layer.down)
+        for stage, steps in zip(STAGES, stages, strict=True):
+            for step in steps:
+                step.run()
+            if tap is not None:
+                tap(i, stage)
+            for plan in plans:
+                for step in plan.steps[i].get(stage, ()):
+                    step.run()
+            if tap is not None and stage in PLACES:
+                tap(i, f"{stage}+adapter")

@@ -49,31 +49,34 @@ def rms_norm_backward(args: Any) -> None:
             break
         for r in range(t * args[9], min((t + 1) * args[9], args[10])):
             offset = r * width * 4
-            _norm_gradient(
-                f32p(args[3] + offset), weight, f32p(args[5] + offset), width, eps, f32p(args[6] + offset)
-            )
+            _norm_gradient(f32p(args[3] + offset), weight, f32p(args[5] + offset), width, eps, f32p(args[6] + offset))
 
 
-# gate_up [R, 2I] operand, d_act [R, I] float32, I, out [R, 2I] operand, is_bf16, scratch [threads, 2I], rows per task, R
+# gate_up [R, 2I] operand, d_act [R, I] operand, I, d_gate_up (out) [R, 2I] operand, act (out) [R, I] operand, is_bf16,
+# scratch [threads, 3I], rows per task, R
 @kernel
 def swiglu_backward(args: Any) -> None:
-    """Gradient of silu(gate)·up with respect to gate and up."""
-    width, is_bf16 = args[5], args[7] != 0
+    """Gradient of silu(gate)·up with respect to gate and up, and the activation itself once more."""
+    width, is_bf16 = args[5], args[8] != 0
     size = 2 if is_bf16 else 4
-    row = f32p(args[8] + next_slot(args) * width * 8)
+    base = args[9] + next_slot(args) * width * 12
+    row, act = f32p(base), f32p(base + width * 8)
     while True:
         t = next_task(args)
         if t >= args[1]:
             break
-        for r in range(t * args[9], min((t + 1) * args[9], args[10])):
-            d = f32p(args[4] + r * width * 4)
-            base = args[3] + r * 2 * width * size
+        for r in range(t * args[10], min((t + 1) * args[10], args[11])):
+            d = args[4] + r * width * size
+            source = args[3] + r * 2 * width * size
             for i in range(width):
-                g, u = operand(base, i, is_bf16), operand(base, width + i, is_bf16)
+                g, u = operand(source, i, is_bf16), operand(source, width + i, is_bf16)
                 s = _ONE / (_ONE + exp_f32(-g))
-                row[i] = d[i] * u * s * (_ONE + g * (_ONE - s))
-                row[width + i] = d[i] * g * s
+                dy = operand(d, i, is_bf16)
+                row[i] = dy * u * s * (_ONE + g * (_ONE - s))
+                row[width + i] = dy * g * s
+                act[i] = g * s * u
             write_row(row, 2 * width, args[6] + r * 2 * width * size, is_bf16)
+            write_row(act, width, args[7] + r * width * size, is_bf16)
 
 
 @njit
@@ -160,7 +163,9 @@ def attention_backward(args: Any) -> None:
 
 
 @njit
-def _gather_segments(dkv: Any, s: Any, segments: Any, prefix: Any, h: Any, kv_heads: Any, which: Any, at: Any, out: Any) -> None:
+def _gather_segments(
+    dkv: Any, s: Any, segments: Any, prefix: Any, h: Any, kv_heads: Any, which: Any, at: Any, out: Any
+) -> None:
     """out[0:D] = Σ over the segments that read position `at` of segment s's own rows (itself, then those built on it)."""
     longest, dim = dkv[1], dkv[2]
     for i in range(dim):

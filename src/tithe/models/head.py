@@ -121,3 +121,44 @@ def logp_chunk(
     args += [is_bf16(probabilities) if probabilities is not None else 0]
     args += [log_weights.data_ptr() if log_weights is not None else 0]
     sampling.logp_rows.bind(len(ids), args, (inverse, ids)).run()
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRows:
+    """log-prob and entropy of N targets, and their derivatives with respect to the normed rows.
+
+    `d_logp` [N, H] is ∂logp/∂h = (W̃[y] − p·W̃)/T: a log-prob is scored once and any loss of it is differentiated by scaling
+    rows, so logits are never kept. `d_entropy` [N, H] likewise, or None when entropy earns no gradient.
+    """
+
+    logp: np.ndarray
+    entropy: np.ndarray
+    d_logp: Tensor
+    d_entropy: Tensor | None
+
+
+def score_with_gradient(
+    head: Head, x: Tensor, targets: np.ndarray, temperature: np.ndarray, *, entropy_gradient: bool
+) -> ScoredRows:
+    """Score residual rows x [N, H] as `Head.score` does, with derivatives. Two products per chunk of rows."""
+    decoder, n = head.decoder, x.shape[0]
+    operand = decoder.options.operand_dtype
+    logp, entropy = np.empty(n, np.float32), np.empty(n, np.float32)
+    inverse = torch.from_numpy((1.0 / np.where(temperature > 0, temperature, 1.0)).astype(np.float32))[:, None]
+    weight = decoder.head.expand(operand)[: decoder.n_tokens]
+    normed = head.normed(x)
+    d_logp = decoder.head.gather(torch.from_numpy(np.ascontiguousarray(targets, np.int32)))
+    d_entropy = torch.empty_like(d_logp) if entropy_gradient else None
+    p = torch.empty(min(n, head.chunk_rows), decoder.head.rows, dtype=operand)
+    w = torch.empty_like(p) if entropy_gradient else None
+    for a in range(0, n, head.chunk_rows):
+        b = min(a + head.chunk_rows, n)
+        logits = head.logits(normed[a:b])
+        logp_chunk(decoder, logits, targets[a:b], temperature[a:b], logp[a:b], entropy[a:b], p, w)
+        d_logp[a:b] -= p[: b - a, : decoder.n_tokens] @ weight
+        if d_entropy is not None and w is not None:
+            d_entropy[a:b] = -(w[: b - a, : decoder.n_tokens] @ weight).float()
+    d_logp *= inverse
+    if d_entropy is not None:
+        d_entropy *= inverse
+    return ScoredRows(logp, entropy, d_logp, d_entropy)

@@ -233,21 +233,28 @@ def swiglu(args: Any) -> None:
             write_row(row, width, args[6] + r * width * (2 if out_bf16 else 4), out_bf16)
 
 
-# source page, target page (int32 [T]), layers, bytes of a page in one layer, bytes of a layer, keys, values
+# source page, target page (int32 [T]), slots (int32 [T]), Hkv, D, layers, bytes of a page, bytes of a layer, keys, values, bf16
 @kernel
-def copy_pages(args: Any) -> None:
-    """Copy whole pages of keys and values in every layer; a shared prompt's last, partly filled page is forked so."""
-    layers, page_words, layer_words = args[5], args[6] // 2, args[7] // 2
+def copy_slots(args: Any) -> None:
+    """Copy the first `slots` positions of a page into another: a prompt's last, partly filled page is forked so."""
+    kv_heads, dim, layers, size = args[6], args[7], args[8], 2 if args[13] != 0 else 4
+    words = size // 2
     while True:
         t = next_task(args)
         if t >= args[1]:
             break
-        source = np.int64(i32p(args[3])[t // layers]) * page_words + (t % layers) * layer_words
-        target = np.int64(i32p(args[4])[t // layers]) * page_words + (t % layers) * layer_words
-        for base in (args[8], args[9]):
-            a, b = u16p(base + source * 2), u16p(base + target * 2)
-            for i in range(page_words):
-                b[i] = a[i]
+        source = np.int64(i32p(args[3])[t // layers]) * args[9] + (t % layers) * args[10]
+        target = np.int64(i32p(args[4])[t // layers]) * args[9] + (t % layers) * args[10]
+        slots = np.int64(i32p(args[5])[t // layers])
+        for h in range(kv_heads):
+            offset = h * dim * 16 * size
+            k_from, k_to = u16p(args[11] + source + offset), u16p(args[11] + target + offset)
+            for i in range(dim):
+                for j in range(slots * words):
+                    k_to[i * 16 * words + j] = k_from[i * 16 * words + j]
+            v_from, v_to = u16p(args[12] + source + offset), u16p(args[12] + target + offset)
+            for i in range(slots * dim * words):
+                v_to[i] = v_from[i]
 
 
 @njit(inline="always")

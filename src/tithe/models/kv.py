@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tithe.arch import ArchSpec
 from tithe.errors import EngineError
@@ -33,23 +34,22 @@ class KVPages:
         """Resident bytes."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole pages in every layer."""
-        if not sources:
-            return
-        layers, pages = self.keys.shape[:2]
-        words = self.keys[0, 0].numel() * self.keys.element_size()
-        source, target = (torch.tensor(x, dtype=torch.int32) for x in (sources, targets))
-        args = [source.data_ptr(), target.data_ptr(), layers, words, words * pages]
-        args += [self.keys.data_ptr(), self.values.data_ptr()]
-        kernels.copy_pages.bind(len(sources) * layers, args, (source, target)).run()
+    def fork(self, sources: list[int], targets: list[int], slots: list[int]) -> None:
+        """Copy the first slots of whole pages, page by page, in every layer."""
+        if sources:
+            source, target, count = (torch.tensor(x, dtype=torch.int32) for x in (sources, targets, slots))
+            self._copy(source, target, count, 0, self.keys.shape[0]).run()
 
-    def copy_step(self, layer: int, source: torch.Tensor, target: torch.Tensor) -> Launch:
-        """A launch that copies int32 page lists in one layer."""
-        words = self.keys[0, 0].numel() * self.keys.element_size()
-        args = [source.data_ptr(), target.data_ptr(), 1, words, 0]
-        args += [self.keys[layer].data_ptr(), self.values[layer].data_ptr()]
-        return kernels.copy_pages.bind(len(source), args, (source, target))
+    def fork_step(self, layer: int, source: Tensor, target: Tensor, slots: Tensor) -> Launch:
+        """A launch that does the same in one layer; int32 lists."""
+        return self._copy(source, target, slots, layer, 1)
+
+    def _copy(self, source: Tensor, target: Tensor, slots: Tensor, first: int, layers: int) -> Launch:
+        kv_heads, dim = self.keys.shape[2:4]
+        page = kv_heads * dim * PAGE * self.keys.element_size()
+        args = [source.data_ptr(), target.data_ptr(), slots.data_ptr(), kv_heads, dim, layers, page, page * self.pages]
+        args += [self.keys[first].data_ptr(), self.values[first].data_ptr(), int(self.keys.dtype == torch.bfloat16)]
+        return kernels.copy_slots.bind(len(source) * layers, args, (source, target, slots))
 
 
 class PageAllocator:

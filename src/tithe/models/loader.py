@@ -133,7 +133,9 @@ class _Loader:
         if wanted == "none":
             packed = pack_dense(torch.from_numpy(np.ascontiguousarray(exact)), rounded=rounded)
         elif columns % 32:
-            raise ModelError(f"{entries[0].name}: {columns} columns are no whole groups of 32; set model.quantize: none")
+            raise ModelError(
+                f"{entries[0].name}: {columns} columns are no whole groups of 32; set model.quantize: none"
+            )
         elif wanted == "int4":
             g = quantize_int4(exact)
             assert g.zero is not None

@@ -60,9 +60,7 @@ def _make(rows: int, vectors: int, bf16: bool, accumulate: bool, chains: int) ->
         for c in range(chains):
             kc = builder.add(k, ir.Constant(_I64, c))
             base = builder.mul(kc, ldb)
-            columns = [
-                _load_b(builder, b, builder.add(base, ir.Constant(_I64, 16 * v)), bf16) for v in range(vectors)
-            ]
+            columns = [_load_b(builder, b, builder.add(base, ir.Constant(_I64, 16 * v)), bf16) for v in range(vectors)]
             for r in range(rows):
                 index = builder.add(builder.mul(row_stride, ir.Constant(_I64, r)), builder.mul(kc, k_stride))
                 x = splat(builder, builder.load(builder.gep(a, [index])), _VF)
@@ -87,7 +85,9 @@ def _make(rows: int, vectors: int, bf16: bool, accumulate: bool, chains: int) ->
     )
 
     @intrinsic
-    def tile(typingctx: Any, a: Any, row_stride: Any, k_stride: Any, b: Any, ldb: Any, count: Any, out: Any, ldo: Any) -> Any:
+    def tile(
+        typingctx: Any, a: Any, row_stride: Any, k_stride: Any, b: Any, ldb: Any, count: Any, out: Any, ldo: Any
+    ) -> Any:
         return result, codegen
 
     return tile
@@ -100,7 +100,6 @@ _value = {(r, v, b): _make(r, v, b, True, 1) for r in (1, 2, 3, 4) for v in (1, 
 _v14h, _v24h, _v34h, _v44h = (_value[r, 4, True] for r in (1, 2, 3, 4))
 _v14f, _v24f, _v34f, _v44f = (_value[r, 4, False] for r in (1, 2, 3, 4))
 _v11h, _v11f = _value[1, 1, True], _value[1, 1, False]
-
 
 
 # All pointers below are integer addresses, all strides count elements.
@@ -137,7 +136,17 @@ def score_block(a: Any, lda: Any, rows: Any, page: Any, dim: Any, out: Any, ldo:
 
 @njit
 def value_block(
-    a: Any, row_stride: Any, k_stride: Any, rows: Any, b: Any, ldb: Any, count: Any, dim: Any, out: Any, ldo: Any, bf16: Any
+    a: Any,
+    row_stride: Any,
+    k_stride: Any,
+    rows: Any,
+    b: Any,
+    ldb: Any,
+    count: Any,
+    dim: Any,
+    out: Any,
+    ldo: Any,
+    bf16: Any,
 ) -> None:
     """out[r, 0:dim] += Σ_k a[r·row_stride + k·k_stride] · b[k·ldb, 0:dim], k < count; dim is a multiple of 16."""
     size = 2 if bf16 else 4

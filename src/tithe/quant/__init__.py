@@ -3,4 +3,14 @@
 from tithe.quant.matrix import PackedMatrix, pack_dense, pack_int4, pack_int8, set_threads
 from tithe.quant.runtime import HAS_BF16_DOT, Kernel, Launch, kernel
 
-__all__ = ["HAS_BF16_DOT", "Kernel", "Launch", "PackedMatrix", "pack_dense", "pack_int4", "pack_int8", "kernel", "set_threads"]
+__all__ = [
+    "HAS_BF16_DOT",
+    "Kernel",
+    "Launch",
+    "PackedMatrix",
+    "pack_dense",
+    "pack_int4",
+    "pack_int8",
+    "kernel",
+    "set_threads",
+]

@@ -198,5 +198,3 @@ def pack_dense(w: Tensor, *, rounded: bool = True) -> PackedMatrix:
         return PackedMatrix(kernels.BF16, rows, columns, data, rounded=True)
     data = full.view(-1, PANEL, columns).permute(0, 2, 1).contiguous()
     return PackedMatrix(kernels.FP32, rows, columns, data, rounded=False)
-
-

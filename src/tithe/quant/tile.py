@@ -120,7 +120,14 @@ def make_tile(rows: int, dot: bool, accumulate: bool) -> Any:
     element_type = types.uint32 if dot else types.float32
     pointer = types.CPointer(element_type)
     result = signature(
-        types.void, pointer, types.int64, pointer, types.int64, types.CPointer(types.float32), types.int64, types.float32
+        types.void,
+        pointer,
+        types.int64,
+        pointer,
+        types.int64,
+        types.CPointer(types.float32),
+        types.int64,
+        types.float32,
     )
 
     @intrinsic

@@ -1,0 +1,367 @@
+"""Forward with memory and backward of the decoder, by hand: the base gives input gradients only, adapters give theirs.
+
+The forward is the sampler's own (`ForwardPlan`, the same kernels on the same pages), with copies taken between stages.
+The backward walks the layers in reverse; W̃ is expanded row-major for one linear at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.errors import ModelError
+from tithe.lora import LoraSpec, tensor_names
+from tithe.models import gradients
+from tithe.models.decoder import Decoder, ModelAdapter, padded
+from tithe.models.dropout import AdapterDropout
+from tithe.models.forward import PLACES, ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, norm_step
+from tithe.models.kv import KVPages
+from tithe.models.layout import PageLayout
+from tithe.models.linear import Linear
+
+
+@dataclass(frozen=True, eq=False)
+class TrainSite:
+    """One adapted linear with the published cast of its matrices, row-major; `columns` is its slice of u."""
+
+    name_a: str
+    name_b: str
+    start: int
+    stop: int
+    columns: slice
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class TrainAdapter:
+    """What the backward needs of an adapter: per layer and place the stacked A [Σr, in] and the sites' B [out, r]."""
+
+    model: ModelAdapter
+    places: tuple[Mapping[str, tuple[Tensor, tuple[TrainSite, ...]]], ...]
+
+    @staticmethod
+    def build(decoder: Decoder, tensors: Mapping[str, Tensor], spec: LoraSpec) -> TrainAdapter:
+        """Cast float32 masters to what is published, in kernel layout and row-major."""
+        dtype = decoder.options.operand_dtype
+        places = tuple(
+            {
+                place: found
+                for place, linear in layer.linears().items()
+                if (found := _place(linear, tensors, spec, dtype)) is not None
+            }
+            for layer in decoder.layers
+        )
+        return TrainAdapter(decoder.build_adapter(tensors, spec), places)
+
+
+def _place(
+    linear: Linear, tensors: Mapping[str, Tensor], spec: LoraSpec, dtype: torch.dtype
+) -> tuple[Tensor, tuple[TrainSite, ...]] | None:
+    rows: list[Tensor] = []
+    sites: list[TrainSite] = []
+    at = 0
+    for site in linear.sites:
+        name_a, name_b = tensor_names(site.module)
+        if name_a not in tensors:
+            continue
+        a = tensors[name_a].detach().to(dtype)
+        pad = a.shape[0] % 2
+        rows.append(torch.nn.functional.pad(a, (0, 0, 0, pad)) if pad else a)
+        columns = slice(at, at + a.shape[0])
+        b = tensors[name_b].detach().to(dtype)
+        sites.append(TrainSite(name_a, name_b, site.start, site.stop, columns, b, spec.scale(site.module)))
+        at += a.shape[0] + pad
+    return (torch.cat(rows), tuple(sites)) if rows else None
+
+
+class _Saved:
+    """Copies of what the backward reads, [slots, rows, …]; one slot a layer, or a single one when layers are recomputed."""
+
+    def __init__(self, decoder: Decoder, rows: int, widths: Mapping[str, int], checkpointing: bool) -> None:
+        spec, operand = decoder.spec, decoder.options.operand_dtype
+        layers = spec.n_layers
+        slots = 1 if checkpointing else layers
+        self.slots = slots
+        self.x_in = torch.empty(layers, rows, spec.hidden_size)
+        self.q = torch.empty(slots, rows, spec.q_size)
+        self.raw = torch.empty(slots, rows, spec.q_size + spec.kv_size) if spec.qk_norm else None
+        self.lse = torch.empty(slots, rows, spec.n_heads)
+        self.att = torch.empty(slots, rows, spec.q_size, dtype=operand)
+        self.x_mid = torch.empty(slots, rows, spec.hidden_size)
+        self.gate_up = torch.empty(slots, rows, 2 * spec.intermediate_size, dtype=operand)
+        self.u = {place: torch.empty(slots, rows, width, dtype=operand) for place, width in widths.items()}
+
+    def slot(self, layer: int) -> int:
+        return layer if self.slots > 1 else 0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a pass has room for."""
+
+    rows: int
+    sequences: int
+    pages: int
+    positions: int
+
+    def holds(self, other: Capacity) -> bool:
+        """Whether every part is enough."""
+        return (
+            self.rows >= other.rows
+            and self.sequences >= other.sequences
+            and self.pages >= other.pages
+            and self.positions >= other.positions
+        )
+
+    def union(self, other: Capacity) -> Capacity:
+        """Room for both."""
+        return Capacity(
+            max(self.rows, other.rows),
+            max(self.sequences, other.sequences),
+            max(self.pages, other.pages),
+            max(self.positions, other.positions),
+        )
+
+
+class TrainPass:
+    """Buffers and launches for micro-batches up to a capacity. Not thread-safe: it belongs to the lane.
+
+    `forward` then `backward`, strictly in turn. `grads` (float32, by PEFT name) are added to.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        capacity: Capacity,
+        widths: Mapping[str, int],
+        *,
+        checkpointing: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        if any(layer.experts is not None for layer in decoder.layers):
+            raise ModelError("training adapters of a mixture-of-experts model is not supported; its forward is")
+        self.decoder, self.capacity, self.checkpointing = decoder, capacity, checkpointing
+        spec, operand = decoder.spec, decoder.options.operand_dtype
+        rows = capacity.rows
+        self.pages = KVPages(spec, capacity.pages, operand)
+        self.dropout = AdapterDropout(decoder, rows, dropout) if dropout > 0 else None
+        self.plan = ForwardPlan(
+            decoder,
+            self.pages,
+            max_rows=rows,
+            sequences=capacity.sequences,
+            max_positions=capacity.positions,
+            with_lse=True,
+            adapter_inputs=self.dropout.buffers if self.dropout is not None else None,
+        )
+        self.saved = _Saved(decoder, rows, widths, checkpointing)
+        self._widths = widths
+        longest = padded(capacity.positions)
+        group = spec.n_heads // spec.n_kv_heads
+        floats = 2 * gradients.ROWS * group * (spec.head_dim + longest)
+        self._scratch = Scratch(max(floats, 3 * spec.intermediate_size, 2 * (spec.q_size + 2 * spec.kv_size)))
+        self._dkv = torch.empty(capacity.sequences, spec.n_kv_heads, 2, longest, spec.head_dim)
+        self._dq = torch.empty(rows, spec.q_size)
+        self._dqkv = torch.empty(rows, spec.q_size + 2 * spec.kv_size, dtype=operand)
+        self._d_gate_up = torch.empty(rows, 2 * spec.intermediate_size, dtype=operand)
+        self._act = torch.empty(rows, spec.intermediate_size, dtype=operand)
+        self._n = 0
+        self._layout: PageLayout | None = None
+        self._adapter: TrainAdapter | None = None
+
+    def forward(
+        self, ids: np.ndarray, layout: PageLayout, adapter: TrainAdapter | None, *, keep: bool = True
+    ) -> Tensor:
+        """x [R, H] float32 (a view) for int64 ids [R]. `keep` False saves nothing (scoring)."""
+        n = len(ids)
+        b = self.plan.buffers
+        b.position[:n] = layout.position
+        b.sequence[:n] = layout.segment.clamp(min=0)
+        b.table[: layout.sequences, : layout.table.shape[1]] = layout.table
+        self._n, self._layout, self._adapter = n, layout, adapter
+        model = adapter.model if adapter is not None else None
+        tokens = torch.from_numpy(ids.astype(np.int32))
+        plans = self.plan.begin(tokens, [(0, n, model)])
+        for i in range(len(self.decoder.layers)):
+            if keep:
+                self.saved.x_in[i, :n] = b.x[:n]
+            self.plan.run_layer(i, plans, self._tap if keep and not self.checkpointing else self._fork_only)
+        self._plans = plans
+        return b.x[:n]
+
+    def _fork_only(self, i: int, stage: str) -> None:
+        layout = self._layout
+        assert layout is not None
+        if stage == "finish" and len(layout.fork_source):
+            self.pages.fork_step(i, layout.fork_source, layout.fork_target, layout.fork_slots).run()
+        if self.dropout is not None and stage in PLACES:
+            self.dropout.fill(i, stage, self.plan.buffers.inputs()[stage], self._n)
+
+    def _tap(self, i: int, stage: str) -> None:
+        """Fork shared pages, then copy what the backward will read."""
+        self._fork_only(i, stage)
+        n, b, saved = self._n, self.plan.buffers, self.saved
+        slot, spec = saved.slot(i), self.decoder.spec
+        if stage == "qkv+adapter" and saved.raw is not None:
+            width = spec.q_size + spec.kv_size
+            bias = self.decoder.layers[i].qkv_bias
+            saved.raw[slot, :n] = b.qkv[:n, :width] if bias is None else b.qkv[:n, :width] + bias[:width]
+        elif stage == "attend":
+            assert b.lse is not None
+            saved.q[slot, :n] = b.qkv[:n, : spec.q_size]
+            saved.lse[slot, :n] = b.lse[:n]
+            saved.att[slot, :n] = b.att[:n]
+        elif stage == "o+adapter":
+            saved.x_mid[slot, :n] = b.x[:n]
+        elif stage == "activate":
+            saved.gate_up[slot, :n] = b.gate_up[:n]
+        place = stage.removesuffix("+adapter")
+        if stage.endswith("+adapter") and place in saved.u:
+            width = self._widths[place]
+            saved.u[place][slot, :n] = self.plan.u[:n, :width]
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, dx: Tensor, grads: Mapping[str, Tensor]) -> None:
+        """Add adapter gradients for dx [R, H] float32, the gradient of x after all layers (overwritten)."""
+        layers = self.decoder.layers
+        for i in range(len(layers) - 1, -1, -1):
+            if self.checkpointing:
+                self.plan.buffers.x[: self._n] = self.saved.x_in[i, : self._n]
+                self.plan.run_layer(i, self._plans, self._tap)
+            self._mlp_backward(i, dx, grads)
+            self._attention_backward(i, dx, grads)
+
+    def _mlp_backward(self, i: int, dx: Tensor, grads: Mapping[str, Tensor]) -> None:
+        layer, n, slot = self.decoder.layers[i], self._n, self.saved.slot(i)
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        operand = self.decoder.options.operand_dtype
+        dy = dx.to(operand)
+        d_act = dy @ layer.down.expand(operand)
+        du = self._d_u(i, "down", dy)
+        if du is not None:
+            self._add_input_gradient(i, "down", du, d_act)
+        gate_up, width = self.saved.gate_up[slot], layer.down.columns
+        args = [gate_up.data_ptr(), d_act.data_ptr(), width, self._d_gate_up.data_ptr(), self._act.data_ptr()]
+        args += [is_bf16(gate_up), self._scratch.address, ROWS_PER_TASK, n]
+        gradients.swiglu_backward.bind(-(-n // ROWS_PER_TASK), args).run()
+        self._add_weight_gradients(i, "down", dy, du, self._act[:n], grads)
+        d_gate_up = self._d_gate_up[:n]
+        self._through_norm(i, "gate_up", layer.gate_up, d_gate_up, self.saved.x_mid[slot], layer.post_norm, dx, grads)
+
+    def _attention_backward(self, i: int, dx: Tensor, grads: Mapping[str, Tensor]) -> None:
+        layer, n, slot = self.decoder.layers[i], self._n, self.saved.slot(i)
+        operand = self.decoder.options.operand_dtype
+        dy = dx.to(operand)
+        d_att = (dy @ layer.o.expand(operand)).float()
+        du = self._d_u(i, "o", dy)
+        if du is not None:
+            self._add_input_gradient(i, "o", du, d_att)
+        self._add_weight_gradients(i, "o", dy, du, self.saved.att[slot, :n], grads)
+        self._scores_backward(i, d_att)
+        self._finish_backward(i)
+        self._through_norm(i, "qkv", layer.qkv, self._dqkv[:n], self.saved.x_in[i], layer.input_norm, dx, grads)
+
+    def _scores_backward(self, i: int, d_att: Tensor) -> None:
+        spec, layout, slot = self.decoder.spec, self._layout, self.saved.slot(i)
+        assert layout is not None
+        keys = self.pages.keys[i].transpose(-1, -2).contiguous()
+        values = self.pages.values[i].transpose(-1, -2).contiguous()
+        self._dkv[: layout.sequences].zero_()
+        q, table = self.saved.q[slot], self.plan.buffers.table
+        args = [q.data_ptr(), q.shape[1], spec.n_heads, spec.n_kv_heads, spec.head_dim, d_att.data_ptr()]
+        args += [self.pages.keys[i].data_ptr(), keys.data_ptr(), values.data_ptr(), is_bf16(keys)]
+        args += [table.data_ptr(), table.shape[1]]
+        args += [t.data_ptr() for t in (layout.start, layout.length, layout.first)]
+        tail = [self._dq.data_ptr(), self._dkv.data_ptr(), self._dkv.shape[3]]
+        values_ = [*args, self.saved.lse[slot].data_ptr(), 1.0 / math.sqrt(spec.head_dim), *tail]
+        launch = gradients.attention_backward.bind(
+            layout.sequences * spec.n_kv_heads, [*values_, self._scratch.address, self._scratch.floats]
+        )
+        launch.run()
+
+    def _finish_backward(self, i: int) -> None:
+        decoder, layout, slot = self.decoder, self._layout, self.saved.slot(i)
+        spec, layer = decoder.spec, decoder.layers[i]
+        assert layout is not None
+        raw = self.saved.raw
+        args = [self._dq.data_ptr(), self._dkv.data_ptr(), self._dkv.shape[3]]
+        args += [spec.n_heads, spec.n_kv_heads, spec.head_dim]
+        args += [layout.segment.data_ptr(), layout.prefix.data_ptr(), layout.sequences, layout.position.data_ptr()]
+        args += [decoder.cos.data_ptr(), decoder.sin.data_ptr()]
+        args += [t.data_ptr() if t is not None else 0 for t in (layer.q_norm, layer.k_norm)]
+        args += [raw[slot].data_ptr() if raw is not None else 0, raw.shape[2] if raw is not None else 0]
+        values = [*args, float(spec.rms_norm_eps), self._dqkv.data_ptr(), is_bf16(self._dqkv), self._scratch.address]
+        gradients.finish_qkv_backward.bind(self._n, values).run()
+
+    def _through_norm(
+        self,
+        i: int,
+        place: str,
+        linear: Linear,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        dx: Tensor,
+        grads: Mapping[str, Tensor],
+    ) -> None:
+        """Gradients of a linear that reads a normed residual; its share is added to dx."""
+        n, operand, eps = self._n, self.decoder.options.operand_dtype, self.decoder.spec.rms_norm_eps
+        d_normed = (dy @ linear.expand(operand)).float()
+        du = self._d_u(i, place, dy)
+        if du is not None:
+            normed = self.plan.buffers.xn[:n]
+            norm_step(x[:n], weight, normed, eps, self._scratch).run()
+            self._add_input_gradient(i, place, du, d_normed)
+            self._add_weight_gradients(i, place, dy, du, normed, grads)
+        norm_backward(x[:n], weight, d_normed, dx, eps)
+
+    # ------------------------------------------------------------------ adapters
+
+    def _d_u(self, i: int, place: str, dy: Tensor) -> Tensor | None:
+        """scale·dy·B for all sites of a place, side by side [R, Σr]; None without an adapter there."""
+        assert self._adapter is not None
+        found = self._adapter.places[i].get(place)
+        if found is None:
+            return None
+        a, sites = found
+        du = torch.zeros(dy.shape[0], a.shape[0], dtype=dy.dtype)
+        for s in sites:
+            du[:, s.columns] = (dy[:, s.start : s.stop] @ s.b) * s.scale
+        return du
+
+    def _add_input_gradient(self, i: int, place: str, du: Tensor, d_input: Tensor) -> None:
+        assert self._adapter is not None
+        share = du @ self._adapter.places[i][place][0]
+        if self.dropout is not None:
+            share = self.dropout.apply_mask(i, place, share)
+        d_input += share
+
+    def _add_weight_gradients(
+        self, i: int, place: str, dy: Tensor, du: Tensor | None, x: Tensor, grads: Mapping[str, Tensor]
+    ) -> None:
+        """dA += duᵀ·x, dB += scale·dyᵀ·u for the sites of a place."""
+        if du is None:
+            return
+        assert self._adapter is not None
+        if self.dropout is not None:
+            x = self.dropout.apply_mask(i, place, x)
+        d_a = du.t() @ x
+        u = self.saved.u[place][self.saved.slot(i), : self._n]
+        for s in self._adapter.places[i][place][1]:
+            grads[s.name_a].add_(d_a[s.columns])
+            grads[s.name_b].add_(dy[:, s.start : s.stop].t() @ u[:, s.columns], alpha=s.scale)
+
+
+def norm_backward(x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, eps: float) -> None:
+    """dx [R, H] += the input gradient of RMS norm for dy [R, H] (float32, overwritten)."""
+    rows, width = x.shape
+    args = [x.data_ptr(), weight.data_ptr(), dy.data_ptr(), dx.data_ptr(), width, float(eps), ROWS_PER_TASK, rows]
+    gradients.rms_norm_backward.bind(-(-rows // ROWS_PER_TASK), args).run()
