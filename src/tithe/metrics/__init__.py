@@ -6,7 +6,7 @@ over questions, `RunningStats` and `WindowRate` sum up streams. Numpy only.
 """
 
 from tithe.metrics.intervals import Interval, bootstrap_ci
-from tithe.metrics.jsonl import JsonlSink, MetricLog, MetricRow, iter_numbers, read_rows
+from tithe.metrics.jsonl import JsonlSink, MetricLog, MetricRow, finite_number, is_step, iter_numbers, read_rows
 from tithe.metrics.names import FAILURE_PREFIX, METRICS, MetricInfo, RowKind, row_kind
 from tithe.metrics.sinks import FanOut, TensorBoardSink
 from tithe.metrics.stats import RunningStats, WindowRate
@@ -25,6 +25,8 @@ __all__ = [
     "TensorBoardSink",
     "WindowRate",
     "bootstrap_ci",
+    "finite_number",
+    "is_step",
     "iter_numbers",
     "read_rows",
     "row_kind",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tithe.metrics.names import row_kind
 
@@ -34,9 +34,27 @@ def _parse_line(line: bytes) -> MetricRow | None:
         row = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(row, dict) or isinstance(row.get("step"), bool) or not isinstance(row.get("step"), int):
+    return row if isinstance(row, dict) and is_step(row.get("step")) else None
+
+
+def is_step(value: object) -> TypeGuard[int]:
+    """Whether a value read from a file can be a step: a whole number from 0 to 2^53."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
+
+
+def finite_number(value: object) -> float | None:
+    """A value read from a file as a number; None for text, booleans, null, NaN, infinity and what a float cannot hold.
+
+    >>> finite_number(3), finite_number(True), finite_number("3"), finite_number(10**400)
+    (3.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return row
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def read_rows(path: Path) -> MetricLog:
@@ -135,8 +153,8 @@ def _cut_torn_end(path: Path) -> None:
 
 
 def _last_time_s(path: Path) -> float:
-    times = [float(row["t_s"]) for row in read_rows(path).rows if isinstance(row.get("t_s"), int | float)]
-    return times[-1] if times else 0.0
+    times = [finite_number(row.get("t_s")) for row in read_rows(path).rows]
+    return max((time_s for time_s in times if time_s is not None), default=0.0)
 
 
 def iter_numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -146,7 +164,6 @@ def iter_numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     [('loss', 0.5)]
     """
     for name, value in row.items():
-        if name in {"step", "t_s"} or isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if math.isfinite(value):
-            yield name, value
+        number = None if name in {"step", "t_s"} else finite_number(value)
+        if number is not None:
+            yield name, number

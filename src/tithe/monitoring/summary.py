@@ -1,0 +1,69 @@
+"""The table before → after, for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tithe.monitoring._format import MISSING, format_percent
+
+_LABEL_WIDTH, _VALUE_WIDTH = 24, 24
+
+
+def summary_table(before: Mapping[str, float], after: Mapping[str, float] | None = None) -> str:
+    """Right and readable answers before and after training, as fixed-width text without a final newline.
+
+    Both take the names of an evaluation row (`eval_sampled`, `eval_sampled_lo`, `eval_sampled_hi`, `eval_greedy`…,
+    `eval_readable`, `eval_greedy_readable`; `questions` and `samples_per_question` for the foot line); a missing name
+    shows as a dash.
+
+    >>> print(summary_table({"eval_sampled": 0.12, "eval_sampled_lo": 0.08, "eval_sampled_hi": 0.17},
+    ...                     {"eval_sampled": 0.85, "eval_sampled_lo": 0.8, "eval_sampled_hi": 0.89}))
+                                              before                   after     change
+    right, sampled at T = 1      12.0 % [ 8.0, 17.0]     85.0 % [80.0, 89.0]     + 73.0
+    """
+    columns = [before] if after is None else [before, after]
+    heads = ["before", "after"][: len(columns)]
+    lines = [" " * _LABEL_WIDTH + "".join(head.rjust(_VALUE_WIDTH) for head in heads)]
+    if after is not None:
+        lines[0] += "change".rjust(11)
+    rows = [
+        ("right, sampled at T = 1", "eval_sampled"),
+        ("readable, sampled", "eval_readable"),
+        ("right, greedy", "eval_greedy"),
+        ("readable, greedy", "eval_greedy_readable"),
+    ]
+    for label, name in rows:
+        if not any(name in column for column in columns):
+            continue
+        line = label.ljust(_LABEL_WIDTH) + "".join(_cell(column, name).rjust(_VALUE_WIDTH) for column in columns)
+        if after is not None:
+            line += _change(before.get(name), after.get(name)).rjust(11)
+        lines.append(line.rstrip())
+    foot = _foot(columns[-1])
+    return "\n".join([*lines, foot] if foot else lines)
+
+
+def _cell(values: Mapping[str, float], name: str) -> str:
+    value = values.get(name)
+    if value is None:
+        return MISSING
+    text = format_percent(value, 1)
+    lo, hi = values.get(f"{name}_lo"), values.get(f"{name}_hi")
+    return text if lo is None or hi is None else f"{text} [{100 * lo:4.1f}, {100 * hi:4.1f}]"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return MISSING
+    points = round(100 * (after - before), 1)
+    return f"{'-' if points < 0 else '+'}{abs(points):5.1f}"
+
+
+def _foot(values: Mapping[str, float]) -> str:
+    questions, samples = values.get("questions"), values.get("samples_per_question")
+    if questions is None:
+        return ""
+    asked = f"{questions:.0f} held-out questions"
+    if samples is not None:
+        asked += f", {samples:.0f} samples each"
+    return f"{asked}; percent, with 95 % intervals over questions; change in points"

@@ -1,0 +1,194 @@
+"""Progress degrades to plain lines, redraws on a terminal, and never writes to standard output."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from tithe.monitoring import Alarm, AlarmKind, ProgressView, summary_table
+from tithe.monitoring.progress import sparkline
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+ROW = {
+    "tok_per_s": 812.4,
+    "version_gap": 1,
+    "kl_mean": 0.03141,
+    "reward_mean": 0.25,
+    "readable_rate": 0.958,
+    "step_s": 3.14,
+}
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def plain(clock):
+    stream = io.StringIO()
+    return ProgressView(10, stream=stream, interval_s=10.0, clock=clock), stream
+
+
+def test_a_plain_line_begins_with_the_three_figures_of_health(plain, clock):
+    view, stream = plain
+    clock.now_s = 5.0
+    view.write(1, ROW)
+    assert stream.getvalue() == (
+        "812 tok/s | gap 1 | KL 0.0314 | reward 0.25 | readable 96 % | step 1/10 | step time 3.1 s | ETA —\n"
+    )
+
+
+def test_plain_lines_are_periodic_but_evaluations_and_the_last_batch_always_show(plain, clock):
+    view, stream = plain
+    shown = []
+    for step in range(1, 11):
+        clock.now_s += 4.0
+        view.write(step, ROW)
+        if step == 5:
+            view.write(step, {"eval_sampled": 0.55, "eval_greedy": 0.7})
+        shown.append(stream.getvalue().count("\n"))
+    assert shown == [1, 1, 1, 2, 3, 3, 3, 4, 4, 5]
+    last = stream.getvalue().splitlines()[-1]
+    assert "step 10/10" in last
+    assert last.endswith("ETA 0.00 s | eval 55 % sampled, 70 % greedy (step 5)")
+
+
+def test_a_run_that_ends_early_still_prints_its_last_state_once(plain, clock):
+    view, stream = plain
+    view.write(1, ROW)
+    view.write(2, ROW)
+    view.close()
+    view.close()
+    assert [re.search(r"step \d+", line).group() for line in stream.getvalue().splitlines()] == ["step 1", "step 2"]
+
+
+def test_eta_follows_the_last_ten_batches_and_leaves_the_start_up_out(clock):
+    view = ProgressView(100, stream=io.StringIO(), clock=clock)
+    clock.now_s = 60.0  # start-up
+    view.write(1, ROW)
+    assert view.eta_s() is None
+    for step in range(2, 6):
+        clock.now_s += 10.0
+        view.write(step, ROW)
+    assert view.eta_s() == pytest.approx(950.0)
+    for step in range(6, 40):
+        clock.now_s += 2.0
+        view.write(step, ROW)
+    assert view.eta_s() == pytest.approx(122.0)
+    clock.now_s += 1.0
+    assert view.eta_s() == pytest.approx(121.0)
+
+
+def test_eta_of_a_resumed_run_counts_only_what_is_left(clock):
+    view = ProgressView(60, first_step=50, stream=io.StringIO(), clock=clock)
+    for step in (51, 52, 53):
+        clock.now_s += 3.0
+        view.write(step, ROW)
+    assert view.eta_s() == pytest.approx(21.0)
+
+
+def test_the_time_limit_bounds_the_eta(clock):
+    view = ProgressView(1000, deadline_s=100.0, stream=io.StringIO(), clock=clock)
+    assert view.eta_s() == 100.0
+    for step in (1, 2, 3):
+        clock.now_s += 10.0
+        view.write(step, ROW)
+    assert view.eta_s() == 70.0
+
+
+def test_missing_figures_are_dashes_and_text_is_no_markup(plain):
+    view, stream = plain
+    view.write(1, {"loss": 1.0})
+    view.note("[bold]loading[/bold] [red]" + "x" * 200)
+    view.alarm(Alarm(AlarmKind.SKIPPED_STEP, 3, "The loss was not finite.", ("optimizer.lr",)))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("— tok/s | gap — | KL — | reward —")
+    assert lines[1] == "[bold]loading[/bold] [red]" + "x" * 200
+    assert lines[2] == "ALARM step 3, skipped step: The loss was not finite. Look at: optimizer.lr"
+
+
+def test_a_terminal_is_redrawn_and_left_in_order(monkeypatch, clock, capsys):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    stream, stderr = Terminal(), sys.stderr
+    view = ProgressView(10, stream=stream, clock=clock)
+    for step in (1, 2):
+        clock.now_s += 1.0
+        view.write(step, ROW)
+    view.note("a lasting line")
+    view.close()
+    out = stream.getvalue()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
+    assert "\x1b[1A" in out  # went back up
+    assert out.rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+    assert "rollout 812 tok/s   version gap 1   KL 0.0314 nats/token" in text
+    assert "a lasting line" in text
+    assert "step 2/10" in text
+    assert sys.stderr is stderr
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch, clock):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    view = ProgressView(10, stream=stream, clock=clock)
+    view.write(1, ROW)
+    view.close()
+    assert "\x1b" not in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_progress_goes_to_standard_error(capsys, clock):
+    view = ProgressView(10, clock=clock)
+    view.write(1, ROW)
+    view.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "812 tok/s" in captured.err
+
+
+def test_sparkline_of_one_level_is_flat():
+    assert sparkline([0.5, 0.5]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+def test_the_summary_table_shows_falls_gaps_and_what_was_asked():
+    before = {"eval_sampled": 0.5, "eval_greedy": 0.9, "eval_readable": 1.0}
+    after = {
+        "eval_sampled": 0.4,
+        "eval_sampled_lo": 0.3,
+        "eval_sampled_hi": 0.5,
+        "questions": 60,
+        "samples_per_question": 4,
+    }
+    lines = summary_table(before, after).splitlines()
+    assert lines[0].split() == ["before", "after", "change"]
+    assert [" ".join(line.split()) for line in lines[1:4]] == [
+        "right, sampled at T = 1 50.0 % 40.0 % [30.0, 50.0] - 10.0",
+        "readable, sampled 100.0 % — —",
+        "right, greedy 90.0 % — —",
+    ]
+    assert lines[4].startswith("60 held-out questions, 4 samples each")
+    assert len(lines) == 5
+
+
+def test_the_summary_table_before_training_has_one_column():
+    lines = summary_table({"eval_greedy": 0.46}).splitlines()
+    assert [line.split() for line in lines] == [["before"], ["right,", "greedy", "46.0", "%"]]
