@@ -167,6 +167,8 @@ def _disk_use(directory: Path) -> dict[str, int]:
         part = path.relative_to(directory).parts[0]
         if part.startswith("pool.sqlite"):
             part = "pool.sqlite"
+        if part == "report.html":
+            continue  # the page does not count itself, so that making it twice gives the same page
         part = part if part in _DISK_GROUPS else "other files"
         sizes[part] = sizes.get(part, 0) + size
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))

@@ -139,6 +139,8 @@ details > :not(summary) { margin-top: 14px }
   h1 { font-size: 25px }
   .result td, .result th { white-space: normal }
   .result .ci { display: block; margin: 0 }
+  .result b { font-size: 17px }
+  .result b, .result span { white-space: nowrap }
   .result .plot { display: none }
 }
 @media print {
