@@ -1,5 +1,8 @@
 """The one table of metric names: label, unit and the kind of row each belongs to.
 
+`step_s` is a batch's whole time; `wait_s`, `train_s`, `publish_s` and `checkpoint_s` are parts of it without overlap.
+`sample_s` and `reward_s` are spent by the rollout loop beside it.
+
 A name that is not listed here is recorded all the same; it only has no label of its own in the report.
 """
 

@@ -16,7 +16,7 @@ _FROM_ZERO = Scale(from_zero=True)
 _PERCENT = Scale(percent=True)
 _NATS = Scale("nats/token", from_zero=True)
 
-_STEP_PARTS = ("sample_s", "reward_s", "wait_s", "train_s", "publish_s")
+_STEP_PARTS = ("wait_s", "train_s", "publish_s", "checkpoint_s")  # the train loop's own time, without overlap
 
 
 def curves_section(run: RunData) -> Markup:
@@ -61,9 +61,13 @@ def _learning(run: RunData) -> list[Markup]:
 def _machinery(run: RunData) -> list[Markup]:
     ages = [run.series("age_mean", "mean"), run.series("age_max", "oldest")]
     batches = Scale("batches", from_zero=True, whole=True)
+    lost = [run.series("dropped_groups", "groups dropped"), run.series("failures", "rollouts failed")]
+    work = [run.series("sample_s", "sampling"), run.series("reward_s", "scoring")]
     return [
         line_chart("Rollout speed", [run.series("tok_per_s")], Scale("tok/s", from_zero=True)),
         stacked_chart("Step time", step_parts(run), Scale("s")),
+        line_chart("Rollout work", work, Scale("s/batch", from_zero=True), note="Goes on beside training."),
+        line_chart("Dropped and failed", lost, Scale("per batch", from_zero=True, whole=True)),
         line_chart("Version gap", [run.series("version_gap")], batches, note="How far the trainer is ahead."),
         line_chart("Sample age when trained", ages, batches),
     ]
@@ -74,12 +78,18 @@ def _grid(charts: Sequence[Markup]) -> Markup:
 
 
 def step_parts(run: RunData) -> list[Series]:
-    """Layers of a batch's time in seconds: the recorded parts, and what is left of `step_s` as "other"."""
-    steps = run.series("step_s").xs
+    """Layers of a batch's time in seconds: the train loop's own parts, and what is left of `step_s` as "other". A run
+    that recorded no parts shows its sampling time, which may overlap training, up to the whole step.
+    """
+    whole = run.series("step_s")
+    steps = whole.xs
     parts = [part for part in (_aligned(run, name, steps) for name in _STEP_PARTS) if part.has_data]
+    if not parts:
+        sampling = _aligned(run, "sample_s", steps)
+        capped = [min(y or 0.0, limit or 0.0) for y, limit in zip(sampling.ys, whole.ys, strict=True)]
+        parts = [Series(sampling.name, steps, capped)] if sampling.has_data else []
     rest = [
-        None if y is None else max(0.0, y - sum(part.ys[i] or 0.0 for part in parts))
-        for i, y in enumerate(_aligned(run, "step_s", steps).ys)
+        None if y is None else max(0.0, y - sum(part.ys[i] or 0.0 for part in parts)) for i, y in enumerate(whole.ys)
     ]
     return [*parts, Series("other" if parts else "whole step", steps, rest, neutral=bool(parts))]
 

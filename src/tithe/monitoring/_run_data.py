@@ -76,7 +76,7 @@ class RunData:
 
     def total(self, name: str) -> float:
         """The sum of one metric over all rows."""
-        return sum(y for y in self.series(name).ys if y is not None)
+        return sum(finite_number(row.get(name)) or 0.0 for row in self.rows)
 
 
 def load_run(directory: Path) -> RunData:

@@ -74,19 +74,13 @@ _FAILURE_REMEDIES: dict[str, tuple[str, ...]] = {
 
 
 class _Streak:
-    """Counts bad batches in a row; `extend` is True once per streak, when it reaches its length. A step that was seen
-    before is the same batch told again and changes nothing.
-    """
+    """Counts bad batches in a row; `extend` is True once per streak, when it reaches its length."""
 
     def __init__(self, needed: int) -> None:
         self._needed = needed
         self._length = 0
-        self._last_step: int | None = None
 
-    def extend(self, step: int, *, bad: bool) -> bool:
-        if self._last_step is not None and step <= self._last_step:
-            return False
-        self._last_step = step
+    def extend(self, *, bad: bool) -> bool:
         self._length = self._length + 1 if bad else 0
         return self._length == self._needed
 
@@ -95,7 +89,8 @@ class Alarms:
     """A metric sink that raises alarms. Each is raised once per episode and again only after it has cleared.
 
     Reads `failures_<cause>` (or `failures`), `groups` and `dropped_groups`, `reward_mean` and `reward_std`, `kl_mean`,
-    `skipped`; a rule whose names a row does not carry is not judged on that row. `raised` keeps every alarm in order.
+    `skipped`. A row that carries a rule's names is one batch; on other rows the rule is not judged. A step may repeat:
+    a skipped batch is followed by another try. `raised` keeps every alarm in order.
 
     >>> alarms = Alarms(on_alarm=lambda alarm: print(alarm.kind))
     >>> for step in (1, 2, 3, 4):
@@ -117,7 +112,6 @@ class Alarms:
         self._zero = _Streak(self._rules.zero_reward_batches)
         self._skipped = _Streak(1)
         self._kl_early = RunningStats()
-        self._kl_step = -1
         self._kl_high = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -152,7 +146,7 @@ class Alarms:
         for cause in sorted(counts.keys() | self._failures.keys()):
             streak = self._failures.setdefault(cause, _Streak(self._rules.failure_batches))
             count = counts.get(cause, 0.0)
-            if streak.extend(step, bad=count > 0):
+            if streak.extend(bad=count > 0):
                 message = (
                     f"Rollouts failed for the same cause ({cause}) in {self._rules.failure_batches} batches in a row; "
                     f"{count:.0f} in the last."
@@ -165,7 +159,7 @@ class Alarms:
         if "groups" not in values or "dropped_groups" not in values:
             return None
         dropped, trained = values["dropped_groups"], values["groups"]
-        if not self._dropped.extend(step, bad=dropped > trained):
+        if not self._dropped.extend(bad=dropped > trained):
             return None
         message = (
             f"More than half of the groups were dropped as too old in {self._rules.dropped_batches} batches in a row; "
@@ -176,7 +170,7 @@ class Alarms:
     def _judge_rewards(self, step: int, values: Mapping[str, float]) -> Alarm | None:
         if "reward_mean" not in values or "reward_std" not in values:
             return None
-        if not self._zero.extend(step, bad=values["reward_mean"] == 0 and values["reward_std"] == 0):
+        if not self._zero.extend(bad=values["reward_mean"] == 0 and values["reward_std"] == 0):
             return None
         message = (
             f"Every reward was exactly 0 in {self._rules.zero_reward_batches} batches in a row: nothing can be "
@@ -187,9 +181,8 @@ class Alarms:
 
     def _judge_kl(self, step: int, values: Mapping[str, float]) -> Alarm | None:
         kl = values.get("kl_mean")
-        if kl is None or not math.isfinite(kl) or step <= self._kl_step:
+        if kl is None or not math.isfinite(kl):
             return None
-        self._kl_step = step
         rules = self._rules
         if rules.kl_first <= step <= rules.kl_last:
             self._kl_early.add(kl)
@@ -207,7 +200,7 @@ class Alarms:
         return Alarm(AlarmKind.KL_RUNAWAY, step, message, ("optimizer.lr", "rl.kl_coef"))
 
     def _judge_skips(self, step: int, values: Mapping[str, float]) -> Alarm | None:
-        if "skipped" not in values or not self._skipped.extend(step, bad=values["skipped"] > 0):
+        if "skipped" not in values or not self._skipped.extend(bad=values["skipped"] > 0):
             return None
         message = "The optimizer step was skipped because the loss or a gradient was not finite."
         return Alarm(AlarmKind.SKIPPED_STEP, step, message, ("optimizer.lr", "optimizer.max_grad_norm"))

@@ -35,7 +35,6 @@ def share(step: int, steps: int) -> float:
 def train_row(step: int, steps: int, rng: random.Random) -> dict[str, float]:
     done = share(step, steps)
     step_s = rng.gauss(6.6 - 2.2 * done, 0.3)
-    sample_s, train_s = 0.55 * step_s, 0.33 * step_s
     return {
         "reward_mean": rng.gauss(-0.15 + 1.05 * done, 0.06),
         "reward_std": 0.5 - 0.3 * done,
@@ -57,10 +56,11 @@ def train_row(step: int, steps: int, rng: random.Random) -> dict[str, float]:
         "tok_per_s": max(0.0, rng.gauss(640, 25)),
         "version_gap": min(step - 1, rng.choice([1, 1, 1, 2])),
         "step_s": step_s,
-        "sample_s": sample_s,
-        "train_s": train_s,
-        "reward_s": 0.03 * step_s,
-        "publish_s": 0.05 * step_s,
+        "wait_s": 0.5 * step_s,
+        "train_s": 0.4 * step_s,
+        "publish_s": 0.06 * step_s,
+        "sample_s": 0.9 * step_s,
+        "reward_s": 0.15 * step_s,
     }
 
 

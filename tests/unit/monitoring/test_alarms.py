@@ -51,14 +51,17 @@ def test_rewards_that_only_average_to_zero_are_no_alarm():
     assert run([{"reward_mean": 0.0}] * 10) == []
 
 
-def test_a_batch_told_twice_counts_once_and_rows_of_others_break_no_streak():
-    alarms = Alarms(on_alarm=lambda alarm: None)
-    for step in (1, 1, 1, 2):
-        alarms.write(step, ZERO)
-    assert alarms.raised == []
-    alarms.write(2, {"tok_per_s": 100.0})
-    alarms.write(3, ZERO)
-    assert [alarm.step for alarm in alarms.raised] == [3]
+def test_rows_of_others_break_no_streak():
+    rows = [ZERO, {"tok_per_s": 100.0}, ZERO, {"eval_sampled": 0.0}, ZERO]
+    assert run(rows) == [(AlarmKind.ALL_ZERO_REWARDS, 5)]
+
+
+def test_a_skipped_batch_and_its_next_try_have_the_same_step():
+    told: list[Alarm] = []
+    alarms = Alarms(on_alarm=told.append)
+    for step, skipped in ((5, 0), (5, 1), (5, 1), (6, 0), (6, 1)):
+        alarms.write(step, {"skipped": skipped})
+    assert [alarm.step for alarm in told] == [5, 6]
 
 
 def kl_rows(early, late):

@@ -88,7 +88,7 @@ def test_a_finished_run_has_everything_and_refers_to_nothing_outside(run_dir):
     assert not page.says("Not recorded.")
     assert not page.says("Not all parts of this run are here.")
     charts = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
-    assert len(charts) == 15
+    assert len(charts) == 17
     assert not page.says("nan")
     assert path.stat().st_size < 1_000_000
 
@@ -240,7 +240,7 @@ def test_samples_are_the_best_the_worst_and_another_of_the_first_and_last_batch(
 def test_the_parts_of_a_step_add_up_to_the_step(finished):
     run = load_run(finished)
     parts = step_parts(run)
-    assert [part.name for part in parts] == ["sampling", "scoring", "training", "publishing", "other"]
+    assert [part.name for part in parts] == ["waiting for rollouts", "training", "publishing", "other"]
     for i, whole in enumerate(run.series("step_s").ys):
         assert sum(part.ys[i] for part in parts) == pytest.approx(whole)
 
@@ -251,6 +251,13 @@ def test_a_diverged_run_is_drawn(run_dir):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     html = build_report(run_dir).read_text()
     assert not re.search(r"\b(inf|nan)\b", html)
+
+
+def test_without_parts_sampling_is_shown_but_never_above_the_step(run_dir):
+    rows = [{"step": 1, "kind": "train", "step_s": 4.0, "sample_s": 3.0}, {"step": 2, "kind": "train", "step_s": 4.0}]
+    rows.append({"step": 3, "kind": "train", "step_s": 4.0, "sample_s": 9.0})
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [list(part.ys) for part in step_parts(load_run(run_dir))] == [[3.0, 0.0, 4.0], [1.0, 4.0, 0.0]]
 
 
 def test_alarms_follow_the_runs_own_thresholds(run_dir):
