@@ -1,13 +1,14 @@
 """Kernels compiled by Numba that run inside torch's own OpenMP pool.
 
 Two thread pools on a small machine fight: while torch's idle workers spin, a second pool's workers are
-scheduled away for milliseconds at a time. So a kernel here is a C function compiled by Numba (no compiler at install), and
-`Kernel.launch` hands it to the `GOMP_parallel` of the very libgomp that torch loaded: one pool, no oversubscription.
-Work is split by an atomic counter in the argument block, hence the same kernel is right on one thread too, which is
-what happens where no libgomp is found.
+scheduled away for milliseconds at a time. So a kernel here is a C function compiled by Numba (no compiler at
+install), and `Launch.run` hands it to the `GOMP_parallel` of the very libgomp that torch loaded: one pool, no
+oversubscription. Work is split by an atomic counter in the argument block, hence the same kernel is right on one thread
+too, which is what happens where no libgomp is found.
 
-An argument block is an int64 array: slot 0 is the work counter, slot 1 the number of tasks, slot 2 the next free scratch
-slot (one per thread that joined), the rest pointers and sizes. Every task must write only its own output, so results never depend on the number of threads.
+An argument block is an int64 array: slot 0 is the work counter, slot 1 the number of tasks, slot 2 the next free
+scratch slot (one per thread that joined), the rest pointers and sizes. Every task must write only its own output, so
+results never depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ _SIGNATURE = types.void(types.CPointer(types.int64))
 def _gomp_parallel() -> Any | None:
     """`GOMP_parallel` of the libgomp already mapped into this process, or None (then kernels run serially)."""
     try:
-        with open("/proc/self/maps") as maps:
+        with Path("/proc/self/maps").open() as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libgomp" in line}
     except OSError:
         return None
@@ -74,12 +76,6 @@ def _host_features() -> frozenset[str]:
 
 HAS_AVX512: bool = "avx512f" in _host_features()
 HAS_BF16_DOT: bool = HAS_AVX512 and "avx512bf16" in _host_features()
-
-
-def set_kernel_threads(n: int) -> None:
-    """Number of OpenMP threads of every later launch; keep it equal to ``torch.get_num_threads()``."""
-    global _threads
-    _threads = max(1, n)
 
 
 class Launch:
