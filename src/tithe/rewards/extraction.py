@@ -1,0 +1,175 @@
+r"""Finds the answer a model's text gives. Pure, never raises, linear in the length of the text, evaluates nothing.
+
+Rules, in order (policies that field reports leave open are marked P):
+
+1. Only text after the last ``</think>`` counts; a ``<think>`` that is never closed hides all that follows (P).
+2. The last complete, non-empty ``\boxed{…}``. A box that is opened and never closed makes the text unreadable, even
+   after an earlier complete box: the answer was cut off (P). An empty box, or one that only holds a placeholder such as
+   ``...`` or ``answer``, echoes an instruction: it and everything before it is ignored.
+3. ``#### value``, when the value is a number or the line is the last one (else it is a heading).
+4. The last "answer is", "Answer:" or "Final Answer" phrase: its first number (after the last ``=`` of its sentence), or
+   its words when it holds no number. A phrase with nothing after it was cut off: unreadable (P).
+5. The last number of the text, with its sign; a sign belongs to a number that nothing stands directly before (P).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Final
+
+
+class AnswerForm(enum.StrEnum):
+    """Where an answer was found."""
+
+    BOX = "box"
+    MARKER = "marker"
+    PHRASE = "phrase"
+    NUMBER = "number"
+
+
+@dataclass(frozen=True)
+class Answer:
+    r"""What was found, as written, and where.
+
+    >>> find_answer(r"So 3 + 4 = \boxed{7}.")
+    Answer(text='7', form=<AnswerForm.BOX: 'box'>)
+    """
+
+    text: str
+    form: AnswerForm
+
+
+_BOX_OR_BRACE: Final = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
+_MARKER: Final = re.compile(r"(?<!#)####(?!#)[ \t]*+([^\n]*+)(\s*+\Z)?")
+_MARKUP: Final = r"[*_:\s]"
+_PHRASE: Final = re.compile(
+    rf"final\s{{1,3}}answer[*_]{{0,3}}\s{{0,3}}(?:is\b|[:=]|[*_]{{0,3}}\n){_MARKUP}{{0,8}}+"
+    rf"|answer[*_]{{0,3}}\s{{0,3}}(?:is\b|[:=]){_MARKUP}{{0,8}}+",
+    re.IGNORECASE,
+)
+_SENTENCE_END: Final = re.compile(r"[.!?](?=\s|\Z)|\n")
+_NUMBER: Final = re.compile(
+    r"\\[dtc]?frac\s{0,2}\{[-+]?\d++\}\s{0,2}\{[-+]?\d++\}"
+    r"|(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d{1,4}+(?!\w))?(?:\s?/\s?\d++(?![\d/]))?(?!\d|(?:st|nd|rd|th)\b)"
+    r"|\.\d++"
+)
+_MINUS_SIGNS: Final = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
+_PLACEHOLDERS: Final = frozenset(
+    {"", "...", "…", r"\ldots", r"\dots", "answer", "your answer", "final answer", r"\text{answer}"}
+)
+_MAX_PHRASE_CHARS: Final = 300
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The answer as written, or None when the text gives none that can be read.
+
+    >>> extract_answer("The answer is 1,250 dollars."), extract_answer("I do not know.")
+    ('1,250', None)
+    """
+    answer = find_answer(text)
+    return None if answer is None else answer.text
+
+
+def find_answer(text: str) -> Answer | None:
+    """As `extract_answer`, with the form in which the answer was found."""
+    visible = text.rpartition("</think>")[2].partition("<think>")[0]
+    boxes, is_cut_off = _boxes(visible)
+    if is_cut_off:
+        return None
+    for start, end in reversed(boxes):
+        content = _unwrapped(visible[start:end])
+        if content.lower() not in _PLACEHOLDERS:
+            return Answer(content, AnswerForm.BOX)
+    if boxes:
+        visible = visible[boxes[-1][1] + 1 :]
+    return _unboxed(visible.translate(_MINUS_SIGNS))
+
+
+def _boxes(text: str) -> tuple[list[tuple[int, int]], bool]:
+    """Spans of the contents of the outermost complete boxes, and whether a box is still open at the end."""
+    spans: list[tuple[int, int]] = []
+    open_at: list[int | None] = []  # where a box's content begins; None for a plain brace
+    n_open_boxes = 0
+    for match in _BOX_OR_BRACE.finditer(text):
+        mark = match[0]
+        if mark == "{":
+            open_at.append(None)
+        elif mark == "}":
+            start = open_at.pop() if open_at else None
+            if start is not None:
+                n_open_boxes -= 1
+                if n_open_boxes == 0:
+                    spans.append((start, match.start()))
+        elif mark[-1] == "{" and len(mark) > 2:
+            open_at.append(match.end())
+            n_open_boxes += 1
+    return spans, n_open_boxes > 0
+
+
+def _unwrapped(content: str) -> str:
+    """The content of a box that holds nothing but another box, however deep."""
+    spans, _ = _boxes(content)
+    while len(spans) == 1:
+        start, end = spans[0]
+        before, after = content[:start].strip(), content[end + 1 :].strip()
+        if after or not re.fullmatch(r"\\(?:boxed|fbox)\s*+\{", before):
+            break
+        content = content[start:end]
+        spans, _ = _boxes(content) if len(content) < _MAX_PHRASE_CHARS else ([], False)
+    return content.strip()
+
+
+def _unboxed(text: str) -> Answer | None:
+    text = text.replace("{,}", ",").replace(r",\!", ",")
+    marker = _last(_MARKER, text)
+    if marker is not None:
+        value = marker[1].strip()
+        if value and (marker[2] is not None or _NUMBER.fullmatch(value.lstrip("+-$ ").rstrip(". "))):
+            return Answer(value, AnswerForm.MARKER)
+    phrase = _last(_PHRASE, text)
+    if phrase is not None:
+        return _from_phrase(text[phrase.end() : phrase.end() + _MAX_PHRASE_CHARS])
+    number = _last_number(text)
+    return None if number is None else Answer(number, AnswerForm.NUMBER)
+
+
+def _from_phrase(rest: str) -> Answer | None:
+    """The answer in the sentence that follows "the answer is"."""
+    end = _SENTENCE_END.search(rest)
+    sentence = rest[: end.start()] if end else rest
+    sentence = re.sub(r"[*`$\"]|\\[()\[\]]", "", sentence).strip(" \t,;:")
+    if not sentence:
+        return None
+    value = sentence.rpartition("=")[2]
+    number = _NUMBER.search(value)
+    if number is not None:
+        return Answer(_signed(value, number), AnswerForm.PHRASE)
+    return Answer(sentence, AnswerForm.PHRASE)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    match = None
+    for match in pattern.finditer(text):  # noqa: B007  the last one is wanted
+        pass
+    return match
+
+
+def _last_number(text: str) -> str | None:
+    found = None
+    for match in _NUMBER.finditer(text):
+        before = text[match.start() - 1] if match.start() else " "
+        if not (before.isalpha() or before in "_\\"):
+            found = match
+    return None if found is None else _signed(text, found)
+
+
+def _signed(text: str, number: re.Match[str]) -> str:
+    """The number with the sign directly before it, unless that joins it to something else (``11-2``, ``x-2``)."""
+    start = number.start()
+    if start and text[start - 1] in "+-":
+        before = text[start - 2] if start > 1 else " "
+        if not (before.isalnum() or before in ")]}.%_+-"):
+            return text[start - 1] + number[0]
+    return number[0]
