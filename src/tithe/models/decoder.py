@@ -1,7 +1,7 @@
 """The frozen decoder: norms, fused linears, rotary tables, embedding and head, over packed matrices.
 
-The blocks mean what transformers' Llama, Qwen2, Qwen3 and Qwen3-MoE blocks mean (tests compare logits); they are fused because
-norm, rotary, attention and MLP in separate operations cost more than the products at decode sizes.
+The blocks mean what transformers' Llama, Qwen2, Qwen3 and Qwen3-MoE blocks mean (tests compare logits); they are fused
+because norm, rotary, attention and MLP in separate operations cost more than the products at decode sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tithe.arch import ArchSpec
@@ -106,7 +105,7 @@ class Decoder:
         return sum(storages.values())
 
     def build_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec) -> ModelAdapter:
-        """Kernel layout of an adapter in the published cast. Raises `AdapterError` naming tensors that fit no linear."""
+        """Kernel layout of an adapter in the published cast; `AdapterError` names tensors that fit no linear."""
         known = self.linear_shapes()
         unknown = sorted({name for name in tensors if module_of(name) not in known})
         if unknown:

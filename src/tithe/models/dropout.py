@@ -1,4 +1,7 @@
-"""Dropout on an adapter's input, in training only. The mask is a function of (seed, layer, place): it is drawn twice, never kept."""
+"""Dropout on an adapter's input, in training only.
+
+The mask is a function of (seed, layer, place): it is drawn twice, never kept.
+"""
 
 from __future__ import annotations
 

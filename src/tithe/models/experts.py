@@ -1,7 +1,7 @@
 """A whole expert block of a mixture layer over packed matrices (Qwen3-MoE routing).
 
-Every expert multiplies only the rows routed to it; a row's results are combined in ascending expert id, so they do not depend
-on the batch.
+Every expert multiplies only the rows routed to it; a row's results are combined in ascending expert id, so they do not
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tithe.models import kernels
+from tithe.models.kernels import swiglu as swiglu_kernel
 from tithe.quant import PackedMatrix
 
 
@@ -67,5 +67,5 @@ def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     act = torch.empty(rows, width, dtype=dtype)
     scratch = torch.empty(torch.get_num_threads(), width)
     args = [gate_up.data_ptr(), 0, width, act.data_ptr(), int(dtype == torch.bfloat16), scratch.data_ptr(), 8, rows]
-    kernels.swiglu.bind(-(-rows // 8), args).run()
+    swiglu_kernel.bind(-(-rows // 8), args).run()
     return act

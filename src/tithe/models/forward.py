@@ -1,7 +1,7 @@
 """The forward pass of decode and prefill: every launch is built once on fixed buffers and replayed.
 
-A `ForwardPlan` owns the buffers for up to `max_rows` rows; `run` computes the hidden states of the first n rows, which may
-belong to any sequences, at any positions, under any adapters (rows of one adapter side by side).
+A `ForwardPlan` owns the buffers for up to `max_rows` rows; `run` computes the hidden states of the first n rows, which
+may belong to any sequences, at any positions, under any adapters (rows of one adapter side by side).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tithe.models import kernels
 from tithe.models.decoder import Decoder, Layer, ModelAdapter, padded, scratch_floats
 from tithe.models.experts import ExpertStep
+from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
 from tithe.models.kv import KVPages
 from tithe.models.linear import CopyStep, Step, adapter_steps
 from tithe.quant import Launch
@@ -91,9 +91,7 @@ def norm_step(x: Tensor, weight: Tensor, out: Tensor, eps: float, scratch: Scrat
     """out = RMS norm of the rows of x."""
     rows, width = x.shape
     args = [x.data_ptr(), weight.data_ptr(), out.data_ptr(), width, float(eps), is_bf16(out), scratch.address]
-    return kernels.rms_norm.bind(
-        -(-rows // ROWS_PER_TASK), [*args, ROWS_PER_TASK, rows], (x, weight, out, scratch.buffer)
-    )
+    return rms_norm.bind(-(-rows // ROWS_PER_TASK), [*args, ROWS_PER_TASK, rows], (x, weight, out, scratch.buffer))
 
 
 def finish_step(decoder: Decoder, layer: Layer, index: int, b: RowBuffers, pages: KVPages) -> Launch:
@@ -104,7 +102,7 @@ def finish_step(decoder: Decoder, layer: Layer, index: int, b: RowBuffers, pages
     values = [*args, float(spec.rms_norm_eps), decoder.cos.data_ptr(), decoder.sin.data_ptr(), b.position.data_ptr()]
     values += [b.sequence.data_ptr(), b.table.data_ptr(), b.table.shape[1]]
     values += [pages.keys[index].data_ptr(), pages.values[index].data_ptr(), is_bf16(pages.keys)]
-    return kernels.finish_qkv.bind(b.x.shape[0], values, (layer, b, pages))
+    return finish_qkv.bind(b.x.shape[0], values, (layer, b, pages))
 
 
 def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> Launch:
@@ -115,7 +113,7 @@ def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, 
     args += [b.table.data_ptr(), b.table.shape[1], b.sequence.data_ptr(), b.position.data_ptr()]
     args += [b.att.data_ptr(), is_bf16(b.att), b.lse.data_ptr() if b.lse is not None else 0]
     values = [*args, 1.0 / math.sqrt(spec.head_dim), scratch.address, scratch.floats, b.table.shape[1] * 16]
-    return kernels.attention.bind(b.x.shape[0], values, (b, pages, scratch.buffer))
+    return attention.bind(b.x.shape[0], values, (b, pages, scratch.buffer))
 
 
 def swiglu_step(layer: Layer, b: RowBuffers, scratch: Scratch) -> Launch:
@@ -123,7 +121,7 @@ def swiglu_step(layer: Layer, b: RowBuffers, scratch: Scratch) -> Launch:
     rows, width = b.act.shape
     bias = layer.gate_up_bias.data_ptr() if layer.gate_up_bias is not None else 0
     args = [b.gate_up.data_ptr(), bias, width, b.act.data_ptr(), is_bf16(b.act), scratch.address]
-    return kernels.swiglu.bind(-(-rows // ROWS_PER_TASK), [*args, ROWS_PER_TASK, rows], (layer, b, scratch.buffer))
+    return swiglu.bind(-(-rows // ROWS_PER_TASK), [*args, ROWS_PER_TASK, rows], (layer, b, scratch.buffer))
 
 
 class BiasStep:
@@ -259,11 +257,11 @@ class ForwardPlan:
             ):
                 if isinstance(step, (ExpertStep, BiasStep)):
                     step.rows = n
-                elif isinstance(step, Launch) and step.of is kernels.rms_norm:
+                elif isinstance(step, Launch) and step.of is rms_norm:
                     step.args[TASKS], step.args[11] = blocks, n
-                elif isinstance(step, Launch) and step.of is kernels.swiglu:
+                elif isinstance(step, Launch) and step.of is swiglu:
                     step.args[TASKS], step.args[10] = blocks, n
-                elif isinstance(step, Launch) and step.of in (kernels.finish_qkv, kernels.attention):
+                elif isinstance(step, Launch) and step.of in (finish_qkv, attention):
                     step.args[TASKS] = n
                 elif not isinstance(step, CopyStep):
                     step.args[5] = n

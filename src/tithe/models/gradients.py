@@ -1,5 +1,8 @@
-"""Backward kernels of a decoder layer. They need no bitwise agreement with anything but themselves: every sum has a fixed
-order, so the same batch gives the same gradient on any number of threads."""
+"""Backward kernels of a decoder layer.
+
+They need no bitwise agreement with anything but themselves: every sum has a fixed order, so the same batch gives the
+same gradient on any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tithe.quant.runtime import (
     write_row,
 )
 
-ROWS = 32
+BACKWARD_ROWS = 32
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
@@ -106,19 +109,23 @@ def _score_gradients(p: Any, ds: Any, lse: Any, position: Any, padded: Any, scal
 
 # q [R, ldq], ldq, Hq, Hkv, D, d_out [R, Hq·D], keys, keys row-major, values transposed, pages_bf16,
 # block table [S, ldt], ldt, segment start, segment length, first position (int32 [S]), lse [R, Hq], scale,
-# dq [R, Hq·D] (out), dkv [S, Hkv, 2, longest, D] (out, zeroed by the caller), longest, scratch [threads, floats], floats
+# dq [R, Hq·D] (out), dkv [S, Hkv, 2, longest, D] (out, zeroed by the caller), longest, scratch [threads, floats],
+# floats
 @kernel
 def attention_backward(args: Any) -> None:
-    """Gradients of `attention` for queries, and per segment for every key and value it reads. A task: segment × kv head."""
+    """Gradients of `attention` for queries, and per segment for every key and value it reads.
+
+    One task a segment and kv head.
+    """
     ldq, heads, kv_heads, dim = args[4], args[5], args[6], args[7]
     pages_bf16, table, ldt = args[12] != 0, i32p(args[13]), args[14]
     start, length, first = i32p(args[15]), i32p(args[16]), i32p(args[17])
     lse, scale, longest = f32p(args[18]), np.float32(as_float(args[19])), args[22]
     group = heads // kv_heads
     q = args[23] + next_slot(args) * args[24] * 4
-    do = q + ROWS * group * dim * 4
-    p = do + ROWS * group * dim * 4
-    ds = p + ROWS * group * longest * 4
+    do = q + BACKWARD_ROWS * group * dim * 4
+    p = do + BACKWARD_ROWS * group * dim * 4
+    ds = p + BACKWARD_ROWS * group * longest * 4
     page_bytes = dim * 16 * (2 if pages_bf16 else 4)
     while True:
         t = next_task(args)
@@ -127,8 +134,8 @@ def attention_backward(args: Any) -> None:
         s, h = t // kv_heads, t % kv_heads
         dk = args[21] + (t * 2) * longest * dim * 4
         dv = dk + longest * dim * 4
-        for begin in range(0, np.int64(length[s]), ROWS):
-            rows = min(ROWS, np.int64(length[s]) - begin)
+        for begin in range(0, np.int64(length[s]), BACKWARD_ROWS):
+            rows = min(BACKWARD_ROWS, np.int64(length[s]) - begin)
             row = np.int64(start[s]) + begin
             last = np.int64(first[s]) + begin + rows - 1
             pages = last // 16 + 1
@@ -166,7 +173,7 @@ def attention_backward(args: Any) -> None:
 def _gather_segments(
     dkv: Any, s: Any, segments: Any, prefix: Any, h: Any, kv_heads: Any, which: Any, at: Any, out: Any
 ) -> None:
-    """out[0:D] = Σ over the segments that read position `at` of segment s's own rows (itself, then those built on it)."""
+    """out[0:D] = Σ over the segments that read position `at` of segment s's rows: itself, then those built on it."""
     longest, dim = dkv[1], dkv[2]
     for i in range(dim):
         out[i] = _ZERO
@@ -185,11 +192,15 @@ def _unrotate(x: Any, cos: Any, sin: Any, half: Any) -> None:
         x[i + half] = fma(high, cos[i], -(low * sin[i]))
 
 
-# dq [R, Hq·D], dkv, longest, Hq, Hkv, D, segment of row (int32 [R]), prefix (int32 [S]), S, position (int32 [R]), cos, sin,
-# q_norm or 0, k_norm or 0, raw qkv [R, ld] or 0, ld, eps, out [R, (Hq + 2·Hkv)·D] operand, out_bf16, scratch [threads, 2·(Hq + 2·Hkv)·D]
+# dq [R, Hq·D], dkv, longest, Hq, Hkv, D, segment of row (int32 [R]), prefix (int32 [S]), S, position (int32 [R]),
+# cos, sin, q_norm or 0, k_norm or 0, raw qkv [R, ld] or 0, ld, eps, out [R, (Hq + 2·Hkv)·D] operand, out_bf16,
+# scratch [threads, 2·(Hq + 2·Hkv)·D]
 @kernel
 def finish_qkv_backward(args: Any) -> None:
-    """Collects key and value gradients of a row, undoes rotary and head norms. One task a row; rows in no segment give 0."""
+    """Collects key and value gradients of a row, undoes rotary and head norms.
+
+    One task a row; rows in no segment give 0.
+    """
     heads, kv_heads, dim = args[6], args[7], args[8]
     segment, prefix, position = i32p(args[9]), i32p(args[10]), i32p(args[12])
     q_norm, k_norm, eps = args[15], args[16], np.float32(as_float(args[19]))

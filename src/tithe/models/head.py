@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.models import sampling
 from tithe.models.decoder import Decoder
 from tithe.models.forward import Scratch, is_bf16, norm_step
 from tithe.models.linear import operand_steps
+from tithe.models.sampling import logp_rows, sample_rows
 
 CHUNK_ROWS = 128
 """Rows of logits held at once: 128 × 49,152 float32 are 25 MB."""
@@ -83,7 +83,7 @@ class Head:
             rows = (inverse, top_k, top_p, min_p, counters, token, logp, behaviour)
             addresses = [r[a:b].ctypes.data for r in rows]
             args = [logits.data_ptr(), logits.stride(0), self.decoder.n_tokens, *addresses]
-            sampling.sample_rows.bind(b - a, args).run()
+            sample_rows.bind(b - a, args).run()
         return Drawn(token, logp, behaviour)
 
     def score(self, x: Tensor, targets: np.ndarray, temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -120,15 +120,15 @@ def logp_chunk(
     args += [probabilities.data_ptr() if probabilities is not None else 0, decoder.head.rows]
     args += [is_bf16(probabilities) if probabilities is not None else 0]
     args += [log_weights.data_ptr() if log_weights is not None else 0]
-    sampling.logp_rows.bind(len(ids), args, (inverse, ids)).run()
+    logp_rows.bind(len(ids), args, (inverse, ids)).run()
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
     """log-prob and entropy of N targets, and their derivatives with respect to the normed rows.
 
-    `d_logp` [N, H] is ∂logp/∂h = (W̃[y] − p·W̃)/T: a log-prob is scored once and any loss of it is differentiated by scaling
-    rows, so logits are never kept. `d_entropy` [N, H] likewise, or None when entropy earns no gradient.
+    `d_logp` [N, H] is ∂logp/∂h = (W̃[y] − p·W̃)/T: a log-prob is scored once and any loss of it is differentiated by
+    scaling rows, so logits are never kept. `d_entropy` [N, H] likewise, or None when entropy earns no gradient.
     """
 
     logp: np.ndarray

@@ -165,7 +165,8 @@ def softmax_row(s: Any, n: Any, padded: Any, scale: Any) -> Any:
 
 
 # q [R, ldq], ldq, Hq, Hkv, D, key pages, value pages, pages_bf16, block table, ldt, sequence [R], position [R],
-# out [R, Hq·D] operand, out_bf16, lse [R, Hq] or 0, scale, scratch [threads, scratch_floats], scratch_floats, longest (tokens, multiple of 16)
+# out [R, Hq·D] operand, out_bf16, lse [R, Hq] or 0, scale, scratch [threads, scratch_floats], scratch_floats,
+# longest (tokens, multiple of 16)
 @kernel
 def attention(args: Any) -> None:
     """Causal attention of each row over positions 0..p of its own sequence. One task a row."""
@@ -233,7 +234,8 @@ def swiglu(args: Any) -> None:
             write_row(row, width, args[6] + r * width * (2 if out_bf16 else 4), out_bf16)
 
 
-# source page, target page (int32 [T]), slots (int32 [T]), Hkv, D, layers, bytes of a page, bytes of a layer, keys, values, bf16
+# source page, target page (int32 [T]), slots (int32 [T]), Hkv, D, layers, bytes of a page, bytes of a layer, keys,
+# values, bf16
 @kernel
 def copy_slots(args: Any) -> None:
     """Copy the first `slots` positions of a page into another: a prompt's last, partly filled page is forked so."""

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from tithe.arch import ArchSpec
 from tithe.errors import EngineError
-from tithe.models import kernels
+from tithe.models.kernels import PAGE, copy_slots
 from tithe.quant import Launch
-
-PAGE = kernels.PAGE
 
 
 class KVPages:
@@ -49,7 +47,7 @@ class KVPages:
         page = kv_heads * dim * PAGE * self.keys.element_size()
         args = [source.data_ptr(), target.data_ptr(), slots.data_ptr(), kv_heads, dim, layers, page, page * self.pages]
         args += [self.keys[first].data_ptr(), self.values[first].data_ptr(), int(self.keys.dtype == torch.bfloat16)]
-        return kernels.copy_slots.bind(len(source) * layers, args, (source, target, slots))
+        return copy_slots.bind(len(source) * layers, args, (source, target, slots))
 
 
 class PageAllocator:

@@ -17,8 +17,11 @@ from tithe.packing import MicroBatch
 
 @dataclass(frozen=True, eq=False)
 class PageLayout:
-    """int32 arrays. `table` [S, widest]; a rollout's segment shares its prompt's full pages and forks the partly filled one
-    (`fork_source` → `fork_target`, `fork_slots` positions). `first` [S] is a segment's first position."""
+    """int32 arrays. `table` [S, widest]; `first` [S] is a segment's first position.
+
+    A rollout's segment shares its prompt's full pages and forks the partly filled one (`fork_source` → `fork_target`,
+    `fork_slots` positions).
+    """
 
     segment: Tensor
     position: Tensor

@@ -1,7 +1,7 @@
 """A frozen linear (several fused ones share an input) and the adapters that ride on it.
 
-y = x·W̃ᵀ, then y += (α/r)·u·Bᵀ with u = x·Aᵀ rounded to the operand dtype, site by site in this order, in decode, prefill and
-training alike.
+y = x·W̃ᵀ, then y += (α/r)·u·Bᵀ with u = x·Aᵀ rounded to the operand dtype, site by site in this order, in decode,
+prefill and training alike.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SiteAdapter:
 
 @dataclass(frozen=True, eq=False)
 class LinearAdapter:
-    """All adapters on one fused linear: A matrices stacked [Σr, in], B per site. Ranks are padded to even with zeros."""
+    """All adapters on one fused linear: A stacked [Σr, in], B per site. Ranks are padded to even with zeros."""
 
     a: PackedMatrix
     sites: tuple[SiteAdapter, ...]

@@ -17,6 +17,7 @@ from tithe.models.linear import Linear, Site, fuse
 from tithe.models.options import ModelOptions
 from tithe.models.rope import rope_tables
 from tithe.quant import PackedMatrix, pack_dense, pack_int4, pack_int8
+from tithe.quant.formats import GroupedIntegers
 from tithe.quant.reference import dequantize, quantize_int4, quantize_int8, unpack
 
 _INT4 = (TensorFormat.Q4_0, TensorFormat.Q4_1)
@@ -156,12 +157,13 @@ class _Loader:
         self._note_error(packed, g)
         return packed
 
-    def _note_error(self, packed: PackedMatrix, exact: Any) -> None:
-        """Keep max |W̃ − file|. Rounding to bf16 is relative, so a bound from the largest weight suffices to skip most."""
-        values = exact if isinstance(exact, np.ndarray) else None
-        if values is None and not packed.rounded:
-            return
-        if values is None:
+    def _note_error(self, packed: PackedMatrix, exact: np.ndarray | GroupedIntegers) -> None:
+        """Keep max |W̃ − file|. Rounding to bf16 is relative: a bound from the largest weight suffices to skip most."""
+        if isinstance(exact, np.ndarray):
+            values = exact
+        else:
+            if not packed.rounded:
+                return
             largest = np.abs(exact.scale.astype(np.float32)).max() * 128
             zero = 0.0 if exact.zero is None else float(np.abs(exact.zero.astype(np.float32)).max())
             if (float(largest) + zero) * 2.0**-8 <= self.max_abs_error:

@@ -13,8 +13,9 @@ from tithe.quant import HAS_BF16_DOT
 @dataclass(frozen=True)
 class ModelOptions:
     """`compute`: packed keeps the file's bits, dequantized one BF16 (FP32) copy of the same W̃. `base_dtype`: what W̃ is
-    rounded to. `compute_dtype`: the operands of the products; fp32 operands with a bf16 base widen W̃, they do not change it.
-    `quantize` packs unquantized linears on load (int4 or int8, groups of 32). `max_context` bounds positions, in tokens.
+    rounded to. `compute_dtype`: the operands of the products; fp32 operands with a bf16 base widen W̃, they do not
+    change it. `quantize` packs unquantized linears on load (int4 or int8, groups of 32). `max_context` bounds
+    positions, in tokens.
     """
 
     compute: Literal["packed", "dequantized"] = "packed"

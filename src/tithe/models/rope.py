@@ -12,7 +12,7 @@ from tithe.arch import ArchSpec
 
 
 def rope_tables(spec: ArchSpec, config: Mapping[str, Any], positions: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), float32 [positions, D/2]. Scaled types (linear, llama3, yarn) take their frequencies from transformers."""
+    """(cos, sin), float32 [positions, D/2]. Scaled types (linear, llama3, yarn) take transformers' own frequencies."""
     if spec.rope_type == "default":
         steps = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float()
         inverse, factor = 1.0 / (spec.rope_theta ** (steps / spec.head_dim)), 1.0

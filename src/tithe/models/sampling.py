@@ -14,11 +14,11 @@ from numba import njit
 
 from tithe.models.kernels import tree_sum
 from tithe.quant.runtime import (
+    bits_to_f32,
     exp_f32,
     f32_to_bf16,
-    f32p,
     f32_to_bits,
-    bits_to_f32,
+    f32p,
     i32p,
     i64p,
     kernel,
@@ -186,12 +186,38 @@ def sample_rows(args: Any) -> None:
         behaviour[r] = _ZERO if greedy else np.float32(score - math.log(kept_mass))
 
 
+@njit
+def _write_distribution(
+    z: Any, n: Any, top: Any, inverse_t: Any, scale: Any, shift: Any, h: Any, p: Any, w: Any, is_bf16: Any
+) -> None:
+    """The distribution of a row at address p, and when w is not 0 also p·(log p + h) at w; bf16 or float32."""
+    if is_bf16:
+        p16 = u16p(p)
+        for i in range(n):
+            p16[i] = f32_to_bf16(exp_f32((z[i] - top) * inverse_t) * scale)
+        if w != 0:
+            w16 = u16p(w)
+            for i in range(n):
+                s = (z[i] - top) * inverse_t
+                w16[i] = f32_to_bf16(exp_f32(s) * scale * (s - shift + h))
+    else:
+        p32 = f32p(p)
+        for i in range(n):
+            p32[i] = exp_f32((z[i] - top) * inverse_t) * scale
+        if w != 0:
+            w32 = f32p(w)
+            for i in range(n):
+                s = (z[i] - top) * inverse_t
+                w32[i] = exp_f32(s) * scale * (s - shift + h)
+
+
 # logits [R, ld], ld, vocabulary, inverse T (float32 [R]), target (int32 [R]), logp (out), entropy (out),
 # probabilities [R, ldp] operand or 0, ldp, probabilities_bf16, log_weights [R, ldp] operand or 0
 @kernel
 def logp_rows(args: Any) -> None:
-    """log-prob of a target and entropy of each row at its temperature; optionally the distribution p, and p·(log p + H)."""
-    n, ldp = args[5], args[11]
+    """log-prob of a target and entropy of each row at its temperature; optionally p, and p·(log p + H)."""
+    n, is_bf16 = args[5], args[12] != 0
+    row_bytes = args[11] * (2 if is_bf16 else 4)
     inverse, target, logp, entropy = f32p(args[6]), i32p(args[7]), f32p(args[8]), f32p(args[9])
     while True:
         r = next_task(args)
@@ -217,23 +243,6 @@ def logp_rows(args: Any) -> None:
             lanes[i - full] += exp_f32(s) * scale * (shift - s)
         h = tree_sum(lanes)
         entropy[r] = h
-        if args[10] == 0:
-            continue
-        if args[12] != 0:
-            p16 = u16p(args[10] + r * ldp * 2)
-            for i in range(n):
-                p16[i] = f32_to_bf16(exp_f32((z[i] - top) * inverse_t) * scale)
-            if args[13] != 0:
-                e16 = u16p(args[13] + r * ldp * 2)
-                for i in range(n):
-                    s = (z[i] - top) * inverse_t
-                    e16[i] = f32_to_bf16(exp_f32(s) * scale * (s - shift + h))
-        else:
-            p32 = f32p(args[10] + r * ldp * 4)
-            for i in range(n):
-                p32[i] = exp_f32((z[i] - top) * inverse_t) * scale
-            if args[13] != 0:
-                e32 = f32p(args[13] + r * ldp * 4)
-                for i in range(n):
-                    s = (z[i] - top) * inverse_t
-                    e32[i] = exp_f32(s) * scale * (s - shift + h)
+        if args[10] != 0:
+            w = args[13] + r * row_bytes if args[13] != 0 else 0
+            _write_distribution(z, n, top, inverse_t, scale, shift, h, args[10] + r * row_bytes, w, is_bf16)

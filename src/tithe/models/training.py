@@ -16,10 +16,16 @@ from torch import Tensor
 
 from tithe.errors import ModelError
 from tithe.lora import LoraSpec, tensor_names
-from tithe.models import gradients
 from tithe.models.decoder import Decoder, ModelAdapter, padded
 from tithe.models.dropout import AdapterDropout
 from tithe.models.forward import PLACES, ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, norm_step
+from tithe.models.gradients import (
+    BACKWARD_ROWS,
+    attention_backward,
+    finish_qkv_backward,
+    rms_norm_backward,
+    swiglu_backward,
+)
 from tithe.models.kv import KVPages
 from tithe.models.layout import PageLayout
 from tithe.models.linear import Linear
@@ -81,7 +87,7 @@ def _place(
 
 
 class _Saved:
-    """Copies of what the backward reads, [slots, rows, …]; one slot a layer, or a single one when layers are recomputed."""
+    """Copies of what the backward reads, [slots, rows, …]: a slot a layer, or just one when layers are recomputed."""
 
     def __init__(self, decoder: Decoder, rows: int, widths: Mapping[str, int], checkpointing: bool) -> None:
         spec, operand = decoder.spec, decoder.options.operand_dtype
@@ -164,7 +170,7 @@ class TrainPass:
         self._widths = widths
         longest = padded(capacity.positions)
         group = spec.n_heads // spec.n_kv_heads
-        floats = 2 * gradients.ROWS * group * (spec.head_dim + longest)
+        floats = 2 * BACKWARD_ROWS * group * (spec.head_dim + longest)
         self._scratch = Scratch(max(floats, 3 * spec.intermediate_size, 2 * (spec.q_size + 2 * spec.kv_size)))
         self._dkv = torch.empty(capacity.sequences, spec.n_kv_heads, 2, longest, spec.head_dim)
         self._dq = torch.empty(rows, spec.q_size)
@@ -251,7 +257,7 @@ class TrainPass:
         gate_up, width = self.saved.gate_up[slot], layer.down.columns
         args = [gate_up.data_ptr(), d_act.data_ptr(), width, self._d_gate_up.data_ptr(), self._act.data_ptr()]
         args += [is_bf16(gate_up), self._scratch.address, ROWS_PER_TASK, n]
-        gradients.swiglu_backward.bind(-(-n // ROWS_PER_TASK), args).run()
+        swiglu_backward.bind(-(-n // ROWS_PER_TASK), args).run()
         self._add_weight_gradients(i, "down", dy, du, self._act[:n], grads)
         d_gate_up = self._d_gate_up[:n]
         self._through_norm(i, "gate_up", layer.gate_up, d_gate_up, self.saved.x_mid[slot], layer.post_norm, dx, grads)
@@ -282,7 +288,7 @@ class TrainPass:
         args += [t.data_ptr() for t in (layout.start, layout.length, layout.first)]
         tail = [self._dq.data_ptr(), self._dkv.data_ptr(), self._dkv.shape[3]]
         values_ = [*args, self.saved.lse[slot].data_ptr(), 1.0 / math.sqrt(spec.head_dim), *tail]
-        launch = gradients.attention_backward.bind(
+        launch = attention_backward.bind(
             layout.sequences * spec.n_kv_heads, [*values_, self._scratch.address, self._scratch.floats]
         )
         launch.run()
@@ -299,7 +305,7 @@ class TrainPass:
         args += [t.data_ptr() if t is not None else 0 for t in (layer.q_norm, layer.k_norm)]
         args += [raw[slot].data_ptr() if raw is not None else 0, raw.shape[2] if raw is not None else 0]
         values = [*args, float(spec.rms_norm_eps), self._dqkv.data_ptr(), is_bf16(self._dqkv), self._scratch.address]
-        gradients.finish_qkv_backward.bind(self._n, values).run()
+        finish_qkv_backward.bind(self._n, values).run()
 
     def _through_norm(
         self,
@@ -364,4 +370,4 @@ def norm_backward(x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, eps: float)
     """dx [R, H] += the input gradient of RMS norm for dy [R, H] (float32, overwritten)."""
     rows, width = x.shape
     args = [x.data_ptr(), weight.data_ptr(), dy.data_ptr(), dx.data_ptr(), width, float(eps), ROWS_PER_TASK, rows]
-    gradients.rms_norm_backward.bind(-(-rows // ROWS_PER_TASK), args).run()
+    rms_norm_backward.bind(-(-rows // ROWS_PER_TASK), args).run()

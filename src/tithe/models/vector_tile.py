@@ -1,7 +1,8 @@
 """The inner step of attention: a few rows times 16·v columns, accumulated in registers in a fixed order.
 
-out[r, c] (+)= Σ_k a[r·row_stride + k·k_stride] · B[k·ldb + c] for k = 0, 1, 2 … in order. Scores use it with B = a transposed
-page of keys [D, 16], values with B = a page of values [16, D]. Fused multiply-add everywhere, so one answer everywhere.
+out[r, c] (+)= Σ_k a[r·row_stride + k·k_stride] · B[k·ldb + c] for k = 0, 1, 2 … in order. Scores use it with B = a
+transposed page of keys [D, 16], values with B = a page of values [16, D]. Fused multiply-add everywhere, so one answer
+everywhere.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core.typing import signature
-from numba.extending import intrinsic
 
-from tithe.quant.runtime import f32p, u16p
+from tithe.quant.runtime import f32p, intrinsic, u16p
 from tithe.quant.tile import load_vector, splat, store_vector, vector_fma
 
 _I64 = ir.IntType(64)

@@ -1,0 +1,57 @@
+"""One forward over rows of many sequences: writes the plan's inputs, runs it, hands each owner its last row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.engines.sequences import LiveVersion
+from tithe.models import ForwardPlan, Segment
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True, eq=False)
+class Work(Generic[Owner]):
+    """Tokens of one sequence at positions `first`.. to be computed under one version; `slot` is its block-table row."""
+
+    owner: Owner
+    version: LiveVersion
+    slot: int
+    first: int
+    tokens: list[int]
+
+
+def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[tuple[Work[Owner], Tensor]]:
+    """Compute all rows; returns each work with its last residual row [H] (a view valid until the next run).
+
+    Rows of one version are put side by side, in the order given.
+    """
+    names = list(dict.fromkeys(w.version.name for w in work))
+    ordered = sorted(work, key=lambda w: names.index(w.version.name))
+    lengths = np.array([len(w.tokens) for w in ordered])
+    total = int(lengths.sum())
+    ids = np.fromiter((t for w in ordered for t in w.tokens), np.int32, total)
+    start = np.cumsum(lengths) - lengths
+    position = np.arange(total) - np.repeat(start - np.array([w.first for w in ordered]), lengths)
+    b = plan.buffers
+    b.position[:total] = torch.from_numpy(position.astype(np.int32))
+    b.sequence[:total] = torch.from_numpy(np.repeat(np.array([w.slot for w in ordered], np.int32), lengths))
+    segments: list[Segment] = []
+    at = 0
+    for name in names:
+        rows = sum(len(w.tokens) for w in ordered if w.version.name == name)
+        model = next(w.version.model for w in ordered if w.version.name == name)
+        segments.append((at, at + rows, model))
+        at += rows
+    x = plan.run(torch.from_numpy(ids), segments)
+    return [(w, x[int(s + n) - 1]) for w, s, n in zip(ordered, start, lengths, strict=True)]
+
+
+def write_table(plan: ForwardPlan, slot: int, pages: list[int]) -> None:
+    """Point a block-table row at its pages."""
+    plan.buffers.table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)

@@ -1,0 +1,114 @@
+"""What the shared engine keeps per version, per prompt and per running request."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from tithe.models import ModelAdapter
+from tithe.types import Completion, FinishReason, GenerateRequest
+
+
+@dataclass(frozen=True, eq=False)
+class LiveVersion:
+    """An adapter the engine holds; `serial` tags the tokens it draws. The bare base has no model and serial -1."""
+
+    name: str
+    serial: int
+    model: ModelAdapter | None
+
+
+BASE = LiveVersion("", -1, None)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt's keys and values under one version, shared by every request with the same (adapter name, tokens).
+
+    Positions below `computed` are in `pages`; `last_x` [H] is the residual row that predicts the first completion token.
+    `slot` is its row of the block table; `users` counts the running requests that read it.
+    """
+
+    version: LiveVersion
+    tokens: tuple[int, ...]
+    pages: list[int]
+    slot: int
+    computed: int = 0
+    last_x: Tensor | None = None
+    users: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether samples can start."""
+        return self.last_x is not None
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that has not begun."""
+
+    request: GenerateRequest
+    future: Future[Completion]
+    version: LiveVersion
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that has begun: lists grow by one per drawn token.
+
+    `computed` positions are in the pages (0 until the prompt is ready). `own` are the pages behind the prompt's shared ones.
+    """
+
+    request: GenerateRequest
+    future: Future[Completion]
+    version: LiveVersion
+    slot: int
+    prompt: Prompt
+    own: list[int]
+    computed: int = 0
+    cancelled: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    behaviour: list[float] = field(default_factory=list)
+    serials: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Prompt and completion tokens so far."""
+        return len(self.request.prompt_ids) + len(self.tokens)
+
+    def pending(self) -> list[int]:
+        """Tokens whose positions are still to be computed before the next can be drawn."""
+        return self.tokens[self.computed - len(self.request.prompt_ids) :]
+
+    def completion(self, finish: FinishReason) -> Completion:
+        """The answer."""
+        return completion(self.tokens, self.logp, self.behaviour, self.serials, finish)
+
+
+def completion(
+    tokens: list[int], logp: list[float], behaviour: list[float], serials: list[int], finish: FinishReason
+) -> Completion:
+    """A `Completion` from lists of one length."""
+    return Completion(
+        np.array(tokens, np.int32),
+        np.array(logp, np.float32),
+        np.array(behaviour, np.float32),
+        np.array(serials, np.int32),
+        finish,
+    )
+
+
+def resolve(future: Future[Completion], answer: Completion) -> None:
+    """Answer a request unless its caller has given it up."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(answer)
+
+
+def refuse(future: Future[Completion], error: BaseException) -> None:
+    """Fail a request unless its caller has given it up."""
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -1,0 +1,36 @@
+"""The frozen base in memory and everything that computes on it: loading, forward, heads, training passes, pages, the lane."""
+
+from tithe.models.decoder import Decoder, ModelAdapter
+from tithe.models.forward import ForwardPlan, Segment
+from tithe.models.head import Drawn, Draws, Head, ScoredRows, score_with_gradient
+from tithe.models.kv import PAGE, KVPages, PageAllocator
+from tithe.models.lane import Lane, Ticker
+from tithe.models.layout import PageLayout, page_layout
+from tithe.models.loader import load_model
+from tithe.models.options import ModelOptions
+from tithe.models.training import Capacity, TrainAdapter, TrainPass, norm_backward
+
+__all__ = [
+    "PAGE",
+    "Capacity",
+    "Decoder",
+    "Drawn",
+    "Draws",
+    "ForwardPlan",
+    "Head",
+    "KVPages",
+    "Lane",
+    "ModelAdapter",
+    "ModelOptions",
+    "PageAllocator",
+    "PageLayout",
+    "ScoredRows",
+    "Segment",
+    "Ticker",
+    "TrainAdapter",
+    "TrainPass",
+    "load_model",
+    "norm_backward",
+    "page_layout",
+    "score_with_gradient",
+]
