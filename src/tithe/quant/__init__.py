@@ -8,9 +8,9 @@ __all__ = [
     "Kernel",
     "Launch",
     "PackedMatrix",
+    "kernel",
     "pack_dense",
     "pack_int4",
     "pack_int8",
-    "kernel",
     "set_threads",
 ]

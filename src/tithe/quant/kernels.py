@@ -138,7 +138,8 @@ def _finish(tile: Any, rows: Any, columns: Any, out: Any, ldo: Any, out_bf16: An
                 o32[c] = fma(scale, tile[r * 48 + c], o32[c]) if add else tile[r * 48 + c]
 
 
-# x, ldx (pairs), rows, steps (K/2), out, ldo, columns (N), kind, data, scale, zero, scratch, scratch_stride (bytes), add, factor, out_bf16
+# x, ldx (pairs), rows, steps (K/2), out, ldo, columns (N), kind, data, scale, zero, scratch, scratch_stride (bytes),
+# add, factor, out_bf16
 @kernel
 def matmul_dot(args: Any) -> None:
     """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ) with bf16 operands and float32 accumulation; one task per panel."""

@@ -1,19 +1,20 @@
-"""`PackedMatrix`: one frozen weight matrix W [N out, K in] in the layout its kernels read, and what can be done with it.
+"""`PackedMatrix`: one frozen weight matrix W [N out, K in] in the layout its kernels read.
 
 Rows are stored in panels of 48 (the last one zero-padded), k innermost in pairs, so that the product streams memory:
 
-| kind | data | scale, zero |
-|---|---|---|
-| INT4 | uint8 [panels, K/2, 48]; low nibble k even, high nibble k odd, 0..15 | fp16 [panels, K/32, 48] each; w = q·scale + zero |
-| INT8 | int8 [panels, K/2, 2, 48], -128..127 | fp16 [panels, K/32, 48]; w = q·scale |
-| BF16 | bf16 [panels, K/2, 48, 2] | – |
-| FP32 | float32 [panels, K, 48] | – |
+| kind | data | scale, zero | weight |
+|---|---|---|---|
+| INT4 | uint8 [panels, K/2, 48]; low nibble k even, high nibble k odd | fp16 [panels, K/32, 48] | q·scale + zero |
+| INT8 | int8 [panels, K/2, 2, 48], -128..127 | fp16 [panels, K/32, 48] | q·scale |
+| BF16 | bf16 [panels, K/2, 48, 2] | – | |
+| FP32 | float32 [panels, K, 48] | – | |
 
 Group size is 32 along K. The scales are the file's own half-precision numbers; only the order of the nibbles changes,
 so a packed matrix takes exactly the bytes of its GGUF tensor (Q4_1: 20 per 32 weights, Q8_0: 34).
 
 W̃, what the kernels multiply by: float32 fma(q, scale, zero), rounded to bf16 when the base dtype is bf16
-(round to nearest even). It is the same in packed and in dequantized (BF16) storage, bit for bit: one policy, two layouts.
+(round to nearest even). It is the same in packed and in dequantized (BF16) storage, bit for bit: one policy, two
+layouts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.quant import kernels
+from tithe.quant.kernels import (
+    BF16,
+    FP32,
+    GROUP,
+    INT4,
+    INT8,
+    expand_rows_bf16,
+    expand_rows_f32,
+    gather_rows,
+    matmul_dot,
+    matmul_fma,
+)
 from tithe.quant.runtime import HAS_BF16_DOT, Launch, set_kernel_threads
 from tithe.quant.tile import PANEL
 
-GROUP = kernels.GROUP
-_NAMES = {kernels.INT4: "int4", kernels.INT8: "int8", kernels.BF16: "bf16", kernels.FP32: "fp32"}
+_NAMES = {INT4: "int4", INT8: "int8", BF16: "bf16", FP32: "fp32"}
 
 
 class _Scratch:
@@ -109,7 +120,7 @@ class PackedMatrix:
         args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
         args += [out.data_ptr(), out.stride(0), self.rows, *self._source(), address, stride, int(add)]
         values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded)]
-        chosen = kernels.matmul_dot if dot else kernels.matmul_fma
+        chosen = matmul_dot if dot else matmul_fma
         return chosen.bind(self.panels, values, (self, x, out, _scratch.buffer))
 
     def matmul(self, x: Tensor, out: Tensor | None = None, *, add: bool = False, factor: float = 1.0) -> Tensor:
@@ -118,7 +129,7 @@ class PackedMatrix:
         With `add`, out += factor·x·W̃ᵀ in one fused step. A row's result does not depend on M. bf16 x on a
         processor without a bf16 dot product is widened first; W̃ is the same there.
         """
-        if x.dtype == torch.bfloat16 and not (HAS_BF16_DOT and self.kind != kernels.FP32):
+        if x.dtype == torch.bfloat16 and not (HAS_BF16_DOT and self.kind != FP32):
             x = x.float()
         x = x if x.stride(-1) == 1 else x.contiguous()
         if out is None:
@@ -130,25 +141,25 @@ class PackedMatrix:
         """W̃[ids]: int32 [R] → float32 [R, K]. Ids must be valid (checked by the caller once per request)."""
         out = torch.empty(len(ids), self.columns)
         args = [ids.data_ptr(), self.columns // 2, out.data_ptr(), *self._source(), int(self.rounded)]
-        kernels.gather_rows.bind(len(ids), args).run()
+        gather_rows.bind(len(ids), args).run()
         return out
 
     def expand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Row-major W̃ [N, K] as bf16 or float32, for the input gradient and for tests."""
         out = torch.empty(self.rows, self.columns, dtype=dtype) if out is None else out
         head = [self.columns // 2, self.rows, out.data_ptr(), *self._source()]
-        if dtype == torch.bfloat16 and self.kind != kernels.FP32:
+        if dtype == torch.bfloat16 and self.kind != FP32:
             address, stride = _scratch.reserve(self.columns // 2 * PANEL * 4)
-            kernels.expand_rows_bf16.bind(self.panels, [*head, address, stride]).run()
+            expand_rows_bf16.bind(self.panels, [*head, address, stride]).run()
         elif dtype == torch.bfloat16:
             out.copy_(self.expand(torch.float32))
         else:
-            kernels.expand_rows_f32.bind(self.rows, [*head, int(self.rounded)]).run()
+            expand_rows_f32.bind(self.rows, [*head, int(self.rounded)]).run()
         return out
 
     def dequantized(self) -> PackedMatrix:
         """The same W̃ in BF16 storage (or FP32 when W̃ is not rounded); the products keep their bits."""
-        if self.kind in (kernels.BF16, kernels.FP32):
+        if self.kind in (BF16, FP32):
             return self
         dtype = torch.bfloat16 if self.rounded else torch.float32
         return pack_dense(self.expand(dtype), rounded=self.rounded)
@@ -173,7 +184,7 @@ def pack_int4(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, *, rounded: bo
     rows, columns = q.shape
     pairs = _panelled((q[:, 0::2] | (q[:, 1::2] << 4)).astype(np.uint8))
     data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 1)))
-    return PackedMatrix(kernels.INT4, rows, columns, data, _groups(scale), _groups(zero), rounded)
+    return PackedMatrix(INT4, rows, columns, data, _groups(scale), _groups(zero), rounded)
 
 
 def pack_int8(q: np.ndarray, scale: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
@@ -181,7 +192,7 @@ def pack_int8(q: np.ndarray, scale: np.ndarray, *, rounded: bool = True) -> Pack
     rows, columns = q.shape
     pairs = _panelled(q.astype(np.int8)).reshape(-1, PANEL, columns // 2, 2)
     data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 3, 1)))
-    return PackedMatrix(kernels.INT8, rows, columns, data, _groups(scale), None, rounded)
+    return PackedMatrix(INT8, rows, columns, data, _groups(scale), None, rounded)
 
 
 def pack_dense(w: Tensor, *, rounded: bool = True) -> PackedMatrix:
@@ -195,6 +206,6 @@ def pack_dense(w: Tensor, *, rounded: bool = True) -> PackedMatrix:
     full[:rows] = w
     if rounded:
         data = full.view(-1, PANEL, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
-        return PackedMatrix(kernels.BF16, rows, columns, data, rounded=True)
+        return PackedMatrix(BF16, rows, columns, data, rounded=True)
     data = full.view(-1, PANEL, columns).permute(0, 2, 1).contiguous()
-    return PackedMatrix(kernels.FP32, rows, columns, data, rounded=False)
+    return PackedMatrix(FP32, rows, columns, data, rounded=False)

@@ -31,7 +31,7 @@ from llvmlite import binding, ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.core.typing import signature
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
 
 COUNTER, TASKS, SLOT, FIRST = 0, 1, 2, 3
 _SIGNATURE = types.void(types.CPointer(types.int64))
@@ -105,7 +105,7 @@ class Kernel:
     """One compiled kernel: a C function of an argument block."""
 
     def __init__(self, body: Callable[..., None]) -> None:
-        self._compiled = cfunc(_SIGNATURE, cache=True, error_model="numpy", nopython=True)(body)
+        self._compiled: Any = cfunc(_SIGNATURE, cache=True, error_model="numpy")(body)
         self.address: int = self._compiled.address
         self.serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
@@ -132,6 +132,11 @@ def block(tasks: int, values: Sequence[int | float]) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- intrinsics: pointers, bits, atomics
+
+
+def intrinsic(define: Callable[..., Any]) -> Any:
+    """Numba's `intrinsic`; to a type checker anything, because callers leave out the typing context."""
+    return numba_intrinsic(define)
 
 
 def _fetch_add(slot: int) -> Any:

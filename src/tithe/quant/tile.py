@@ -1,10 +1,11 @@
-"""The inner tile of the packed matrix product, written as LLVM IR: MR rows by 48 columns, held in registers over all of K.
+"""The inner tile of the packed matrix product, written as LLVM IR: rows by 48 columns, in registers over all of K.
 
 Each output element is one chain of fused operations over k = 0, 1, 2 … in order, whatever tile it falls in. That is
 what makes a row's result independent of the batch it rides in (design: "rows do not depend on the batch").
 
 * `dot_tile`: operands bf16. x is read as pairs (uint32: element 2i in the low half), the panel holds the matching
-  pairs of 48 columns: [K/2][48] uint32. One `vdpbf16ps` per 16 columns: acc + x1·w1 + x0·w0, accumulated in float32 (Intel SDM).
+  pairs of 48 columns: [K/2][48] uint32. One `vdpbf16ps` per 16 columns: acc + x1·w1 + x0·w0, accumulated in float32
+  (Intel SDM).
 * `fma_tile`: operands float32, panel [K][48]; any processor.
 """
 
@@ -15,9 +16,8 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 from numba.core.typing import signature
-from numba.extending import intrinsic
 
-from tithe.quant.runtime import HAS_AVX512
+from tithe.quant.runtime import HAS_AVX512, intrinsic
 
 PANEL = 48
 """Columns of a panel: three AVX-512 registers."""
@@ -33,6 +33,7 @@ _VI = ir.VectorType(ir.IntType(32), _LANES)
 
 
 def splat(builder: Any, scalar: Any, vector_type: Any) -> Any:
+    """A vector of 16 times `scalar`."""
     undef = ir.Constant(vector_type, ir.Undefined)
     one = builder.insert_element(undef, scalar, ir.Constant(ir.IntType(32), 0))
     mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
@@ -40,6 +41,7 @@ def splat(builder: Any, scalar: Any, vector_type: Any) -> Any:
 
 
 def load_vector(builder: Any, base: Any, index: Any, vector_type: Any) -> Any:
+    """The vector at base[index], aligned to an element only."""
     pointer = builder.bitcast(builder.gep(base, [index]), ir.PointerType(vector_type))
     value = builder.load(pointer)
     value.align = 4
@@ -47,11 +49,13 @@ def load_vector(builder: Any, base: Any, index: Any, vector_type: Any) -> Any:
 
 
 def store_vector(builder: Any, value: Any, base: Any, index: Any) -> None:
+    """base[index …] ← a vector, aligned to an element only."""
     pointer = builder.bitcast(builder.gep(base, [index]), ir.PointerType(value.type))
     builder.store(value, pointer).align = 4
 
 
 def vector_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a·b + c in each of 16 float32 lanes, rounded once."""
     name = f"llvm.fma.v{_LANES}f32"  # llvmlite's own fma takes scalars only
     function = builder.module.globals.get(name) or ir.Function(
         builder.module, ir.FunctionType(_VF, [_VF, _VF, _VF]), name
@@ -68,11 +72,10 @@ def _accumulate(builder: Any, acc: Any, x: Any, w: Any, dot: bool) -> Any:
 
 
 def make_tile(rows: int, dot: bool, accumulate: bool) -> Any:
-    """`tile(x, ldx, panel, steps, out, ldo, scale)`: x and ldx count uint32 (dot) or float32 elements; `out` is float32.
+    """`tile(x, ldx, panel, steps, out, ldo, scale)`: x, ldx count uint32 (dot) or float32 elements; `out` is float32.
 
     accumulate False: out = acc.  True: out = fma(scale, acc, out).
     """
-    element = ir.IntType(32) if dot else _F32
     vector = _VI if dot else _VF
 
     def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
