@@ -1,0 +1,90 @@
+"""Runs micro-batches through a `TrainPass` that grows with what it is given, and scores their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.models import (
+    Capacity,
+    Decoder,
+    Head,
+    PageLayout,
+    ScoredRows,
+    TrainAdapter,
+    TrainPass,
+    norm_backward,
+    page_layout,
+    score_with_gradient,
+)
+from tithe.packing import MicroBatch
+
+
+class Passes:
+    """Forward, scoring and backward of micro-batches on one decoder; belongs to the lane."""
+
+    def __init__(
+        self, decoder: Decoder, widths: Mapping[str, int], *, checkpointing: bool, dropout: float, chunk_rows: int = 128
+    ) -> None:
+        self.decoder = decoder
+        self._widths, self._checkpointing, self._dropout = widths, checkpointing, dropout
+        self.head = Head(decoder, chunk_rows)
+        self._pass: TrainPass | None = None
+
+    def _ensure(self, micro: MicroBatch, layout: PageLayout) -> TrainPass:
+        need = Capacity(len(micro.input_ids), layout.sequences, layout.pages, layout.positions)
+        if self._pass is None or not self._pass.capacity.holds(need):
+            capacity = need if self._pass is None else self._pass.capacity.union(need)
+            self._pass = None  # the old buffers go before the new ones come
+            self._pass = TrainPass(
+                self.decoder, capacity, self._widths, checkpointing=self._checkpointing, dropout=self._dropout
+            )
+        return self._pass
+
+    def score(self, micro: MicroBatch, adapter: TrainAdapter | None) -> np.ndarray:
+        """log-probs [N] of a micro-batch's targets at their temperatures, nothing kept, dropout off."""
+        _, x = self._forward(micro, adapter, keep=False, dropout_seed=None)
+        logp, _ = self.head.score(x[torch.from_numpy(micro.target_rows)], micro.target_ids, micro.temperature)
+        return logp
+
+    def forward(
+        self, micro: MicroBatch, adapter: TrainAdapter, *, dropout_seed: int | None, entropy_gradient: bool
+    ) -> tuple[ScoredRows, Tensor]:
+        """Scored targets with derivatives, and their residual rows x [N, H]; `backward` must follow."""
+        _, x = self._forward(micro, adapter, keep=True, dropout_seed=dropout_seed)
+        rows = x[torch.from_numpy(micro.target_rows)]
+        scored = score_with_gradient(
+            self.head, rows, micro.target_ids, micro.temperature, entropy_gradient=entropy_gradient
+        )
+        return scored, rows
+
+    def backward(
+        self, micro: MicroBatch, rows: Tensor, d_normed: Tensor, grads: Mapping[str, Tensor]
+    ) -> None:
+        """Add adapter gradients for d_normed [N, H] float32, the gradient of the normed target rows."""
+        train = self._pass
+        assert train is not None
+        decoder = self.decoder
+        d_rows = torch.zeros_like(rows)
+        norm_backward(rows, decoder.final_norm, d_normed, d_rows, decoder.spec.rms_norm_eps)
+        dx = torch.zeros(len(micro.input_ids), decoder.spec.hidden_size)
+        dx.index_add_(0, torch.from_numpy(micro.target_rows), d_rows)
+        train.backward(dx, grads)
+
+    def _forward(
+        self, micro: MicroBatch, adapter: TrainAdapter | None, *, keep: bool, dropout_seed: int | None
+    ) -> tuple[TrainPass, Tensor]:
+        layout = page_layout(micro)
+        train = self._ensure(micro, layout)
+        if train.dropout is not None:
+            train.dropout.enabled = dropout_seed is not None
+            train.dropout.seed = dropout_seed or 0
+        return train, train.forward(micro.input_ids, layout, adapter, keep=keep)
+
+    def forget(self, adapter: TrainAdapter) -> None:
+        """Drop the launches of an adapter that will not be used again."""
+        if self._pass is not None:
+            self._pass.plan.forget(adapter.model)

@@ -1,0 +1,66 @@
+"""Log-probs of given sequences by the training path, for probes and parity certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.lora import LoraSpec
+from tithe.models import Decoder, TrainAdapter
+from tithe.packing import plan_micro_batches
+from tithe.trainer.passes import Passes
+from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
+
+NOISE = 1e-7
+"""Relative change of the adapter whose effect on log-probs is called the noise floor."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredBatch:
+    """Per group, per rollout: log-probs [T] by the training path (None where nothing was scored)."""
+
+    logp: list[list[np.ndarray | None]]
+
+
+def perturbed(tensors: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Every entry times 1 + 1e-7·n with n drawn from a standard normal."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: t * (1.0 + NOISE * torch.randn(t.shape, generator=generator)) for name, t in sorted(tensors.items())}
+
+
+def score_groups(
+    passes: Passes, groups: Sequence[RolloutGroup], adapter: TrainAdapter, micro_batch_tokens: int
+) -> ScoredBatch:
+    """Score rollouts as training does: packed groups, gradient mode (everything saved), dropout off. On the lane."""
+    ones = [[np.ones(len(r.token_ids), np.float32) if len(r.token_ids) else None for r in g.rollouts] for g in groups]
+    out: list[list[np.ndarray | None]] = [[None] * len(g.rollouts) for g in groups]
+    for micro in plan_micro_batches(TrainingBatch(groups, ones, 0), micro_batch_tokens):
+        scored, _ = passes.forward(micro, adapter, dropout_seed=None, entropy_gradient=False)
+        for q in range(micro.n_seqs):
+            out[micro.seq_group[q]][micro.seq_rollout[q]] = scored.logp[micro.seq_index == q]
+    return ScoredBatch(out)
+
+
+def probe_logp(
+    decoder: Decoder,
+    passes: Passes,
+    prompt: Sequence[int],
+    target: Sequence[int],
+    tensors: Mapping[str, Tensor],
+    spec: LoraSpec,
+) -> list[float]:
+    """log-probs at T = 1 of a probe's completion under given masters, by the training path. On the lane."""
+    adapter = TrainAdapter.build(decoder, tensors, spec)
+    n = len(target)
+    zeros = np.zeros(n, np.float32)
+    ids = np.array(target, np.int32)
+    rollout = Rollout(0, ids, np.ones(n, bool), zeros, zeros, np.zeros(n, np.int32), 1.0, FinishReason.STOP)
+    group = RolloutGroup(0, "probe", np.array(prompt, np.int32), (rollout,), 0, 0)
+    logp = score_groups(passes, [group], adapter, len(prompt) + n).logp[0][0]
+    passes.forget(adapter)
+    assert logp is not None
+    return [float(x) for x in logp]

@@ -1,0 +1,225 @@
+"""Forward, backward and optimizer step of the adapter. Knows no loop, no engine, no file.
+
+Master weights and Adam state are float32; every forward uses the published cast, the one the sampler reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.advantages import with_kl_penalty
+from tithe.errors import ResumeError
+from tithe.losses import (
+    LOSSES,
+    Denominators,
+    LossMetrics,
+    PolicyLossInput,
+    denominators,
+    summarize,
+)
+from tithe.lora import LoraSpec
+from tithe.models import Decoder, TrainAdapter
+from tithe.packing import MicroBatch, plan_micro_batches
+from tithe.trainer.passes import Passes
+from tithe.trainer.schedule import learning_rate
+from tithe.trainer.settings import TrainerSettings
+from tithe.types import TrainingBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `skipped` steps had a non-finite loss or gradient and changed nothing."""
+
+    metrics: dict[str, float]
+    skipped: bool
+
+
+class Trainer:
+    """`plan` a batch, `accumulate` its micro-batches, `step`. Everything but `plan` runs on the lane.
+
+    Mutates only its own tensors: masters, gradients, Adam state.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        spec: LoraSpec,
+        tensors: Mapping[str, Tensor],
+        settings: TrainerSettings,
+    ) -> None:
+        self.decoder, self.spec, self.settings = decoder, spec, settings
+        self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in sorted(tensors.items())}
+        for master in self._masters.values():
+            master.grad = torch.zeros_like(master)
+        self._optimizer = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            foreach=True,
+        )
+        self.optimizer_step = 0
+        self._adapter = TrainAdapter.build(decoder, self._masters, spec)
+        widths = {place: a.shape[0] for layer in self._adapter.places for place, (a, _) in layer.items()}
+        self.passes = Passes(
+            decoder, widths, checkpointing=settings.activation_checkpointing, dropout=settings.dropout
+        )
+        self._metrics: list[LossMetrics] = []
+        self._loss = 0.0
+        self._denominators: Denominators | None = None
+        self._micro_index = 0
+        self._train_s = 0.0
+
+    # ------------------------------------------------------------------ a batch
+
+    def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
+        """Micro-batches of a batch, with the batch's denominators fixed; empty when nothing is trained."""
+        micros = plan_micro_batches(batch, self.settings.micro_batch_tokens)
+        self._metrics, self._loss, self._micro_index, self._train_s = [], 0.0, 0, 0.0
+        self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
+        for master in self._masters.values():
+            assert master.grad is not None
+            master.grad.zero_()
+        return micros
+
+    def accumulate(self, micro: MicroBatch) -> None:
+        """Forward and backward of one micro-batch; gradients add up to the batch's."""
+        started = time.perf_counter()
+        settings = self.settings
+        reference = self.passes.score(micro, None) if settings.kl_coef > 0 else None
+        seed = (settings.seed * 1_000_003 + self.optimizer_step) * 4_099 + self._micro_index
+        self._micro_index += 1
+        bonus = settings.loss.entropy_coef > 0
+        scored, rows = self.passes.forward(
+            micro, self._adapter, dropout_seed=seed if settings.dropout > 0 else None, entropy_gradient=bonus
+        )
+        logp = torch.from_numpy(scored.logp).requires_grad_()
+        entropy = torch.from_numpy(scored.entropy).requires_grad_(bonus)
+        output = LOSSES[settings.algorithm](self._loss_input(micro, logp, entropy, reference), settings.loss)
+        output.loss.backward()
+        assert logp.grad is not None
+        d_normed = logp.grad[:, None] * scored.d_logp
+        if scored.d_entropy is not None and entropy.grad is not None:
+            d_normed += entropy.grad[:, None] * scored.d_entropy
+        self.passes.backward(micro, rows, d_normed, self._grads())
+        self._metrics.append(output.metrics)
+        self._loss += float(output.loss.detach())
+        self._train_s += time.perf_counter() - started
+
+    def _loss_input(
+        self, micro: MicroBatch, logp: Tensor, entropy: Tensor, reference: np.ndarray | None
+    ) -> PolicyLossInput:
+        assert self._denominators is not None
+        advantage = micro.advantage
+        if reference is not None and self.settings.kl_placement == "reward":
+            advantage = _penalised(micro, reference, self.settings.kl_coef)
+        return PolicyLossInput(
+            logp=logp,
+            old_logp=torch.from_numpy(micro.old_logp),
+            advantage=torch.from_numpy(advantage),
+            mask=torch.from_numpy(micro.loss_mask),
+            seq_index=torch.from_numpy(micro.seq_index),
+            n_seqs=micro.n_seqs,
+            denominators=self._denominators,
+            ref_logp=None if reference is None else torch.from_numpy(reference),
+            entropy=entropy,
+        )
+
+    def step(self) -> StepResult:
+        """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
+        s = self.settings
+        norm = float(torch.nn.utils.get_total_norm(list(self._grads().values())))
+        finite = bool(np.isfinite(norm) and np.isfinite(self._loss))
+        rate = learning_rate(
+            self.optimizer_step,
+            peak=s.lr,
+            kind=s.lr_scheduler,
+            warmup_steps=s.warmup_steps,
+            total_steps=s.total_steps,
+            min_ratio=s.min_lr_ratio,
+        )
+        metrics = {"loss": self._loss, "grad_norm": norm, "lr": rate, "train_compute_s": self._train_s}
+        if self._metrics:
+            metrics.update(summarize(self._metrics))
+        if finite and self._metrics:
+            scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
+            for grad in self._grads().values():
+                grad.mul_(scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._rebuild()
+        self.optimizer_step += 1
+        return StepResult(metrics, skipped=not finite)
+
+    def _grads(self) -> dict[str, Tensor]:
+        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
+    def _rebuild(self) -> None:
+        self.passes.forget(self._adapter)
+        self._adapter = TrainAdapter.build(self.decoder, self._masters, self.spec)
+
+    # ------------------------------------------------------------------ state
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Copies of the float32 masters by PEFT name: what is published."""
+        return {name: master.detach().clone() for name, master in self._masters.items()}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything a resume needs: ``adapter/…``, ``optimizer/exp_avg/…``, ``optimizer/exp_avg_sq/…``."""
+        state = {f"adapter/{name}": t for name, t in self.adapter_tensors().items()}
+        for name, master in self._masters.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if master in self._optimizer.state:
+                    state[f"optimizer/{key}/{name}"] = self._optimizer.state[master][key].detach().clone()
+        return state
+
+    def state(self) -> dict[str, int]:
+        """The numbers that go with `state_tensors`."""
+        steps = [int(self._optimizer.state[m]["step"]) for m in self._masters.values() if m in self._optimizer.state]
+        return {"optimizer_step": self.optimizer_step, "adam_step": max(steps, default=0)}
+
+    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
+        """Take back what `state_tensors` and `state` gave, bit for bit. Raises `ResumeError` naming what is missing."""
+        adapter = {n.removeprefix("adapter/"): t for n, t in tensors.items() if n.startswith("adapter/")}
+        if set(adapter) != set(self._masters):
+            odd = sorted(set(adapter) ^ set(self._masters))
+            raise ResumeError(f"the checkpoint's adapter has other tensors than this run: {', '.join(odd[:4])}")
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(adapter[name])
+        self._optimizer.state.clear()
+        if state["adam_step"] > 0:
+            for name, master in self._masters.items():
+                keys = {key: f"optimizer/{key}/{name}" for key in ("exp_avg", "exp_avg_sq")}
+                missing = [k for k in keys.values() if k not in tensors]
+                if missing:
+                    raise ResumeError(f"the checkpoint lacks optimizer state: {missing[0]}")
+                self._optimizer.state[master] = {
+                    "step": torch.tensor(float(state["adam_step"])),
+                    **{key: tensors[k].clone() for key, k in keys.items()},
+                }
+        self.optimizer_step = state["optimizer_step"]
+        self._rebuild()
+
+    def memory_bytes(self) -> int:
+        """Masters, gradients and Adam state."""
+        return 4 * sum(master.numel() * master.element_size() for master in self._masters.values())
+
+
+def _penalised(micro: MicroBatch, reference: np.ndarray, coef: float) -> np.ndarray:
+    """Advantages with the per-token k1 penalty against the reference, rollout by rollout."""
+    out = np.empty_like(micro.advantage)
+    for q in range(micro.n_seqs):
+        own = micro.seq_index == q
+        out[own] = with_kl_penalty(
+            micro.advantage[own], micro.old_logp[own], reference[own], micro.loss_mask[own], coef
+        )
+    return out
