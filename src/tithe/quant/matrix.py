@@ -10,7 +10,7 @@ Rows are stored in panels of 48 (the last one zero-padded), k innermost in pairs
 | FP32 | float32 [panels, K, 48] | – | |
 
 Group size is 32 along K. The scales are the file's own half-precision numbers; only the order of the nibbles changes,
-so a packed matrix takes exactly the bytes of its GGUF tensor (Q4_1: 20 per 32 weights, Q8_0: 34).
+so a packed matrix of whole panels takes exactly the bytes of its GGUF tensor (Q4_1: 20 per 32 weights, Q8_0: 34).
 
 W̃, what the kernels multiply by: float32 fma(q, scale, zero), rounded to bf16 when the base dtype is bf16
 (round to nearest even). It is the same in packed and in dequantized (BF16) storage, bit for bit: one policy, two
@@ -111,11 +111,14 @@ class PackedMatrix:
         ]
 
     def product(self, x: Tensor, out: Tensor, *, add: bool = False, factor: float = 1.0) -> Launch:
-        """The launch of one product on fixed buffers (see `matmul`); x may be bf16 only where `HAS_BF16_DOT`."""
-        if x.shape[-1] != self.columns:
-            raise ValueError(f"x has {x.shape[-1]} columns, the matrix {self.columns}")
-        steps = self.columns // 2
+        """The launch of one product on fixed buffers (see `matmul`), which must be rows of adjacent elements.
+
+        x may be bf16 only when W̃ is (`rounded`) and where `HAS_BF16_DOT`. `ValueError` for what would be read or
+        written wrongly.
+        """
         dot = x.dtype == torch.bfloat16
+        self._check_product(x, out, dot, add)
+        steps = self.columns // 2
         address, stride = _scratch.reserve(steps * PANEL * (4 if dot else 8))
         args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
         args += [out.data_ptr(), out.stride(0), self.rows, *self._source(), address, stride, int(add)]
@@ -123,15 +126,31 @@ class PackedMatrix:
         chosen = matmul_dot if dot else matmul_fma
         return chosen.bind(self.panels, values, (self, x, out, _scratch.buffer))
 
+    def _check_product(self, x: Tensor, out: Tensor, dot: bool, add: bool) -> None:
+        if x.ndim != 2 or x.shape[1] != self.columns:
+            raise ValueError(f"x has shape {tuple(x.shape)}, the matrix {self.columns} columns")
+        if out.shape != (x.shape[0], self.rows):
+            raise ValueError(f"out has shape {tuple(out.shape)}, the product {(x.shape[0], self.rows)}")
+        if x.stride(1) != 1 or out.stride(1) != 1:
+            raise ValueError("the elements of a row of x and of out must be adjacent")
+        if dot and not (self.rounded and HAS_BF16_DOT):
+            raise ValueError("bf16 operands need a W̃ rounded to bf16 and a processor with a bf16 dot product")
+        if dot and x.stride(0) % 2 and x.shape[0] > 1:
+            raise ValueError(f"bf16 rows are read in pairs, so {x.stride(0)} elements from row to row cannot be")
+        if add and out.dtype != torch.float32:
+            raise ValueError("only a float32 output can be added to")
+
     def matmul(self, x: Tensor, out: Tensor | None = None, *, add: bool = False, factor: float = 1.0) -> Tensor:
         """x·W̃ᵀ: x [M, K] bf16 or float32 → out [M, N] float32 (or bf16), accumulated in float32.
 
         With `add`, out += factor·x·W̃ᵀ in one fused step. A row's result does not depend on M. bf16 x on a
-        processor without a bf16 dot product is widened first; W̃ is the same there.
+        processor without a bf16 dot product is widened first; W̃ is the same there. `ValueError` for shapes that do not
+        fit.
         """
-        if x.dtype == torch.bfloat16 and not (HAS_BF16_DOT and self.kind != FP32):
+        if x.dtype == torch.bfloat16 and not (HAS_BF16_DOT and self.rounded):
             x = x.float()
-        x = x if x.stride(-1) == 1 else x.contiguous()
+        if x.stride(-1) != 1 or (x.dtype == torch.bfloat16 and x.stride(0) % 2):
+            x = x.contiguous()
         if out is None:
             out = torch.empty(x.shape[0], self.rows)
         self.product(x, out, add=add, factor=factor).run()
@@ -179,17 +198,28 @@ def _groups(x: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(_panelled(x.astype(np.float16)).transpose(0, 2, 1)))
 
 
-def pack_int4(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
-    """Pack q uint8 [N, K] in 0..15 with fp16 scale and zero [N, K/32]; K must be a multiple of 32."""
+def _check_groups(q: np.ndarray, *parts: np.ndarray) -> None:
     rows, columns = q.shape
+    if columns % GROUP:
+        raise ValueError(f"{columns} columns are no whole groups of {GROUP}, which share a scale")
+    for part in parts:
+        if part.shape != (rows, columns // GROUP):
+            raise ValueError(f"a matrix {q.shape} needs scales {(rows, columns // GROUP)}, not {part.shape}")
+
+
+def pack_int4(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
+    """Pack q uint8 [N, K] in 0..15 with fp16 scale and zero [N, K/32]; `ValueError` unless 32 divides K."""
+    rows, columns = q.shape
+    _check_groups(q, scale, zero)
     pairs = _panelled((q[:, 0::2] | (q[:, 1::2] << 4)).astype(np.uint8))
     data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 1)))
     return PackedMatrix(INT4, rows, columns, data, _groups(scale), _groups(zero), rounded)
 
 
 def pack_int8(q: np.ndarray, scale: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
-    """Pack q int8 [N, K] with fp16 scale [N, K/32]; K must be a multiple of 32."""
+    """Pack q int8 [N, K] with fp16 scale [N, K/32]; `ValueError` unless 32 divides K."""
     rows, columns = q.shape
+    _check_groups(q, scale)
     pairs = _panelled(q.astype(np.int8)).reshape(-1, PANEL, columns // 2, 2)
     data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 3, 1)))
     return PackedMatrix(INT8, rows, columns, data, _groups(scale), None, rounded)
