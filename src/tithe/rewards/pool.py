@@ -139,6 +139,9 @@ class RewardPool:
                 self._finish(job.future, _closed())
                 continue
             try:
+                if worker is not None and not worker.is_alive():
+                    self._retire(worker)
+                    worker = None
                 worker = worker or self._start()
                 reply = {} if job.payload is None else worker.ask(job.payload, self._timeout_s)
                 self._settle(job.future, reply)

@@ -81,6 +81,10 @@ class WorkerProcess:
         send(self._connection, job, deadline_s)
         return receive(self._connection, deadline_s)
 
+    def is_alive(self) -> bool:
+        """Whether the process still runs (it may have been killed for memory while it was idle)."""
+        return not self._ends_within(0.0)
+
     def interrupt(self) -> None:
         """Kill without waiting; safe from any thread. Whoever waits in `ask` gets `EOFError`."""
         with self._lock:
