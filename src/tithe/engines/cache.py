@@ -37,7 +37,9 @@ class PromptCache:
         """One user fewer, and its own pages back."""
         prompt.users -= 1
         self.allocator.release(own)
-        if prompt.users == 0 and (not prompt.ready or self._prompts.get((prompt.version.name, prompt.tokens)) is not prompt):
+        if prompt.users == 0 and (
+            not prompt.ready or self._prompts.get((prompt.version.name, prompt.tokens)) is not prompt
+        ):
             self._discard(prompt)
 
     def drop_version(self, version: LiveVersion) -> None:

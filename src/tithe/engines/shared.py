@@ -76,7 +76,8 @@ class SharedEngine:
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._counts: dict[str, float] = dict.fromkeys(
-            ("completions", "generated_tok", "prefill_tok", "decode_s", "prefill_s", "prompt_hits", "prompt_misses"), 0.0
+            ("completions", "generated_tok", "prefill_tok", "decode_s", "prefill_s", "prompt_hits", "prompt_misses"),
+            0.0,
         )
         lane.add_ticker(self)
 

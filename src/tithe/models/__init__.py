@@ -1,5 +1,6 @@
 """The frozen base in memory and everything that computes on it: loading, forward, heads, training passes, pages, the lane."""
 
+from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
 from tithe.models.forward import ForwardPlan, Segment
 from tithe.models.head import Drawn, Draws, Head, ScoredRows, score_with_gradient
@@ -29,6 +30,8 @@ __all__ = [
     "Ticker",
     "TrainAdapter",
     "TrainPass",
+    "Tuning",
+    "choose",
     "load_model",
     "norm_backward",
     "page_layout",

@@ -232,6 +232,7 @@ class ForwardPlan:
 
     def _plan_of(self, adapter: ModelAdapter) -> AdapterPlan:
         if adapter.widest > self.u.shape[1]:
+            self._adapters.clear()  # their launches write to the u that is replaced, and `u` is read from outside
             self.u = torch.empty(self.max_rows, adapter.widest, dtype=self.decoder.options.operand_dtype)
         if id(adapter) not in self._adapters:
             self._adapters[id(adapter)] = (

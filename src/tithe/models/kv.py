@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,9 +17,8 @@ class KVPages:
 
     def __init__(self, spec: ArchSpec, pages: int, dtype: torch.dtype) -> None:
         shape = (spec.n_layers, pages, spec.n_kv_heads)
-        # Zeroed: a page is read whole, and 0 · NaN would leak from rows that are masked.
-        self.keys = torch.zeros(*shape, spec.head_dim, PAGE, dtype=dtype)
-        self.values = torch.zeros(*shape, PAGE, spec.head_dim, dtype=dtype)
+        self.keys = _lazy_zeros((*shape, spec.head_dim, PAGE), dtype)
+        self.values = _lazy_zeros((*shape, PAGE, spec.head_dim), dtype)
         self.pages = pages
 
     @staticmethod
@@ -48,6 +48,13 @@ class KVPages:
         args = [source.data_ptr(), target.data_ptr(), slots.data_ptr(), kv_heads, dim, layers, page, page * self.pages]
         args += [self.keys[first].data_ptr(), self.values[first].data_ptr(), int(self.keys.dtype == torch.bfloat16)]
         return copy_slots.bind(len(source) * layers, args, (source, target, slots))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory page by page as they are written. (Zeroed at all: a page is read whole, and 0 · NaN would leak
+    from rows that are masked.)"""
+    element = np.uint16 if dtype == torch.bfloat16 else np.float32
+    return torch.from_numpy(np.zeros(shape, element)).view(dtype)
 
 
 class PageAllocator:

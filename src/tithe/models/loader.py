@@ -18,9 +18,8 @@ from tithe.models.options import ModelOptions
 from tithe.models.rope import rope_tables
 from tithe.quant import PackedMatrix, pack_dense, pack_int4, pack_int8
 from tithe.quant.formats import GroupedIntegers
-from tithe.quant.reference import dequantize, quantize_int4, quantize_int8, unpack
-
-_INT4 = (TensorFormat.Q4_0, TensorFormat.Q4_1)
+from tithe.quant.reference import dequantize, quantize_int4, quantize_int8
+from tithe.quant.repack import REPACKED, repack
 
 
 def load_model(checkpoint: Checkpoint, options: ModelOptions) -> Decoder:
@@ -127,8 +126,10 @@ class _Loader:
         kind, rounded, columns = entries[0].format, self.options.rounded, entries[0].shape[1]
         raw = [e.read() for e in entries]
         rows = np.concatenate(raw) if len(raw) > 1 else raw[0]
-        if kind.is_quantized:
-            return self._pack_integers(rows, kind, rounded)
+        if kind in REPACKED:
+            packed = repack(rows, kind, rounded=rounded)
+            self._note_error(packed, rows, kind)
+            return packed
         exact = dequantize(rows, kind)
         wanted = self.options.quantize if is_linear else "none"
         if wanted == "none":
@@ -144,30 +145,17 @@ class _Loader:
         else:
             g = quantize_int8(exact)
             packed = pack_int8(g.q, g.scale, rounded=rounded)
-        self._note_error(packed, exact)
+        self._note_error(packed, rows, kind)
         return packed
 
-    def _pack_integers(self, rows: np.ndarray, kind: TensorFormat, rounded: bool) -> PackedMatrix:
-        g = unpack(rows, kind)
-        if kind in _INT4:
-            assert g.zero is not None
-            packed = pack_int4(g.q, g.scale, g.zero, rounded=rounded)
-        else:
-            packed = pack_int8(g.q, g.scale, rounded=rounded)
-        self._note_error(packed, g)
-        return packed
-
-    def _note_error(self, packed: PackedMatrix, exact: np.ndarray | GroupedIntegers) -> None:
-        """Keep max |W̃ − file|. Rounding to bf16 is relative: a bound from the largest weight suffices to skip most."""
-        if isinstance(exact, np.ndarray):
-            values = exact
-        else:
-            if not packed.rounded:
+    def _note_error(self, packed: PackedMatrix, raw: np.ndarray, kind: TensorFormat) -> None:
+        """Keep max |W̃ − file|. Rounding is relative, so a bound from the largest scale lets most matrices be skipped."""
+        if packed.scale is not None:
+            zero = 0.0 if packed.zero is None else float(packed.zero.abs().max())
+            largest = float(packed.scale.abs().max()) * (15 if packed.zero is not None else 128) + zero
+            bound = largest * 2.0**-8 if packed.rounded else largest * 2.0**-23
+            if kind.is_quantized and bound <= self.max_abs_error:
                 return
-            largest = np.abs(exact.scale.astype(np.float32)).max() * 128
-            zero = 0.0 if exact.zero is None else float(np.abs(exact.zero.astype(np.float32)).max())
-            if (float(largest) + zero) * 2.0**-8 <= self.max_abs_error:
-                return
-            values = exact.values()
+        values = dequantize(raw, kind)
         difference = np.abs(packed.expand(torch.float32).numpy() - values)
         self.max_abs_error = max(self.max_abs_error, float(difference.max()))

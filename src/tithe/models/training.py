@@ -155,17 +155,18 @@ class TrainPass:
         self.decoder, self.capacity, self.checkpointing = decoder, capacity, checkpointing
         spec, operand = decoder.spec, decoder.options.operand_dtype
         rows = capacity.rows
-        self.pages = KVPages(spec, capacity.pages, operand)
+        self.pages = KVPages(spec, capacity.pages + 1, operand)  # the last one takes what padding rows write
         self.dropout = AdapterDropout(decoder, rows, dropout) if dropout > 0 else None
         self.plan = ForwardPlan(
             decoder,
             self.pages,
             max_rows=rows,
-            sequences=capacity.sequences,
+            sequences=capacity.sequences + 1,
             max_positions=capacity.positions,
             with_lse=True,
             adapter_inputs=self.dropout.buffers if self.dropout is not None else None,
         )
+        self.plan.buffers.table[capacity.sequences] = capacity.pages
         self.saved = _Saved(decoder, rows, widths, checkpointing)
         self._widths = widths
         longest = padded(capacity.positions)
@@ -188,7 +189,7 @@ class TrainPass:
         n = len(ids)
         b = self.plan.buffers
         b.position[:n] = layout.position
-        b.sequence[:n] = layout.segment.clamp(min=0)
+        b.sequence[:n] = torch.where(layout.segment < 0, self.capacity.sequences, layout.segment)
         b.table[: layout.sequences, : layout.table.shape[1]] = layout.table
         self._n, self._layout, self._adapter = n, layout, adapter
         model = adapter.model if adapter is not None else None

@@ -68,9 +68,7 @@ class Trainer:
         self.optimizer_step = 0
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
         widths = {place: a.shape[0] for layer in self._adapter.places for place, (a, _) in layer.items()}
-        self.passes = Passes(
-            decoder, widths, checkpointing=settings.activation_checkpointing, dropout=settings.dropout
-        )
+        self.passes = Passes(decoder, widths, checkpointing=settings.activation_checkpointing, dropout=settings.dropout)
         self._metrics: list[LossMetrics] = []
         self._loss = 0.0
         self._denominators: Denominators | None = None
