@@ -1,0 +1,68 @@
+"""What the rollout side did since it was last asked, for the metric rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tithe.metrics import FAILURE_PREFIX
+from tithe.types import Rollout
+
+
+class RolloutCounters:
+    """Tokens, failures and sampling time. Safe to call from several threads.
+
+    Sampling time is the time in which at least one group was running, so the speed is that of the sampler and not of a
+    loop that waits for the trainer.
+
+    >>> ticks = iter([0.0, 2.0, 5.0])
+    >>> counters = RolloutCounters(clock=lambda: next(ticks))
+    >>> counters.begin()
+    >>> counters.end([])
+    >>> counters.take_speed()
+    {'tok_per_s': 0.0, 'sample_s': 2.0}
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running = 0
+        self._busy_since_s = 0.0
+        self._busy_s = 0.0
+        self._tokens = 0
+        self._failures: Counter[str] = Counter()
+        self._causes_seen: set[str] = set()
+
+    def begin(self) -> None:
+        """A group has been admitted."""
+        with self._lock:
+            if self._running == 0:
+                self._busy_since_s = self._clock()
+            self._running += 1
+
+    def end(self, rollouts: Sequence[Rollout]) -> None:
+        """A group has ended, with these rollouts; none when it was given up."""
+        with self._lock:
+            self._running -= 1
+            if self._running == 0:
+                self._busy_s += self._clock() - self._busy_since_s
+            self._tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+            self._failures.update(str(r.failure.cause) for r in rollouts if r.failure is not None)
+
+    def take_speed(self) -> dict[str, float]:
+        """`tok_per_s` and `sample_s` (seconds of sampling) since the last call."""
+        with self._lock:
+            now_s = self._clock()
+            busy_s = self._busy_s + (now_s - self._busy_since_s if self._running else 0.0)
+            tokens, self._tokens, self._busy_s, self._busy_since_s = self._tokens, 0, 0.0, now_s
+        return {"tok_per_s": tokens / busy_s if busy_s > 0 else 0.0, "sample_s": busy_s}
+
+    def take_failures(self) -> dict[str, float]:
+        """`failures` and `failures_<cause>` since the last call; a cause that once occurred stays, with 0."""
+        with self._lock:
+            failures, self._failures = self._failures, Counter()
+            self._causes_seen |= failures.keys()
+            row = {f"{FAILURE_PREFIX}{cause}": float(failures[cause]) for cause in sorted(self._causes_seen)}
+        return {"failures": float(failures.total()), **row}

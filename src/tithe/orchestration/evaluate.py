@@ -1,0 +1,149 @@
+"""Held-out questions: one greedy answer and several at temperature 1 each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tithe.metrics import bootstrap_ci
+from tithe.orchestration.control import RunControl
+from tithe.orchestration.playing import Player
+from tithe.types import PromptItem, Rollout, SamplingParams
+
+GROUP_BASE = 1 << 30
+"""Evaluation requests have group numbers from here on, question by question. Training groups count from 0 and never
+come this far, so evaluations neither share random numbers with training nor can be cancelled by it."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What one answer is worth. `score` is 1 for right and 0 for wrong, or whatever else is to be averaged.
+
+    >>> Judgement(1.0, readable=True).score
+    1.0
+    """
+
+    score: float
+    readable: bool
+
+
+JudgeFn = Callable[[Rollout], Judgement]
+"""Reads score and readability off a rollout; a failed one is given too."""
+
+
+@dataclass(frozen=True)
+class QuestionResult:
+    """Answers to one question: sampled at temperature 1, and greedy.
+
+    >>> right, wrong = Judgement(1.0, readable=True), Judgement(0.0, readable=True)
+    >>> QuestionResult("sum-3-4", (right, wrong), right, ("7", "8"), "7").sampled[1].score
+    0.0
+    """
+
+    question_id: str
+    sampled: tuple[Judgement, ...]
+    greedy: Judgement
+    sampled_texts: tuple[str, ...]
+    greedy_text: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All questions in the order they were given."""
+
+    questions: tuple[QuestionResult, ...]
+
+    def row(self, *, seed: int) -> dict[str, float]:
+        """The metric row: means with 95 % intervals, bootstrapped over questions with `seed`."""
+        sampled = bootstrap_ci([[answer.score for answer in q.sampled] for q in self.questions], seed=seed)
+        greedy = bootstrap_ci([q.greedy.score for q in self.questions], seed=seed)
+        return {
+            "eval_sampled": sampled.mean,
+            "eval_sampled_lo": sampled.lo,
+            "eval_sampled_hi": sampled.hi,
+            "eval_greedy": greedy.mean,
+            "eval_greedy_lo": greedy.lo,
+            "eval_greedy_hi": greedy.hi,
+            "eval_readable": float(np.mean([answer.readable for q in self.questions for answer in q.sampled])),
+            "eval_greedy_readable": float(np.mean([q.greedy.readable for q in self.questions])),
+        }
+
+
+def evaluate(
+    questions: Sequence[PromptItem],
+    *,
+    player: Player,
+    params: SamplingParams,
+    adapter: str | None,
+    samples: int,
+    judge: JudgeFn,
+    control: RunControl | None = None,
+    max_questions: int = 64,
+) -> Evaluation | None:
+    """Answer every question `samples` times at temperature 1 and once greedily, under one adapter (None: the bare
+    base).
+
+    `params` gives seed, lengths and stops; its filters (top-p, top-k, min-p) are left out, so that the policy itself is
+    measured. Random numbers depend on the seed, the question's place and the sample alone: two evaluations differ by
+    their policies, and training is not disturbed. At most `max_questions` are in work at once. Blocks; runs an event
+    loop of its own. Returns None when `control` breaks it off (signal, failure). Raises `UserError` for what the user
+    has to mend.
+    """
+    plain = replace(params, top_p=1.0, top_k=0, min_p=0.0)
+    job = _Evaluating(player, plain, adapter, samples, judge, asyncio.Semaphore(max_questions))
+    return asyncio.run(_unless_hurried(job, questions, control))
+
+
+@dataclass(frozen=True)
+class _Evaluating:
+    player: Player
+    params: SamplingParams
+    adapter: str | None
+    samples: int
+    judge: JudgeFn
+    room: asyncio.Semaphore
+
+    async def all(self, questions: Sequence[PromptItem]) -> Evaluation:
+        results = await asyncio.gather(*(self.one(place, item) for place, item in enumerate(questions)))
+        return Evaluation(tuple(results))
+
+    async def one(self, place: int, item: PromptItem) -> QuestionResult:
+        params = replace(self.params, group=GROUP_BASE + place, temperature=1.0)
+        variants = [replace(params, sample=sample) for sample in range(self.samples)]
+        variants.append(replace(params, sample=self.samples, temperature=0.0))
+        async with self.room:
+            _, rollouts = await self.player.play(item, variants, self.adapter)
+        *sampled, greedy = rollouts
+        return QuestionResult(
+            item.id,
+            tuple(self.judge(rollout) for rollout in sampled),
+            self.judge(greedy),
+            tuple(rollout.text for rollout in sampled),
+            greedy.text,
+        )
+
+
+async def _unless_hurried(
+    job: _Evaluating, questions: Sequence[PromptItem], control: RunControl | None
+) -> Evaluation | None:
+    work = asyncio.ensure_future(job.all(questions))
+    if control is None:
+        return await work
+    loop = asyncio.get_running_loop()
+
+    def look() -> None:
+        if control.hurrying:
+            work.cancel()
+
+    def listener() -> None:
+        loop.call_soon_threadsafe(look)
+
+    with control.listening(listener):
+        look()
+        try:
+            return await work
+        except asyncio.CancelledError:
+            return None

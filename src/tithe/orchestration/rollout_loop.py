@@ -1,0 +1,217 @@
+"""The loop that fills the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from tithe.errors import EngineError, FailureCause, RunError
+from tithe.orchestration.control import RunControl
+from tithe.orchestration.counters import RolloutCounters
+from tithe.orchestration.playing import Player
+from tithe.orchestration.served import ServedPolicy, ServedVersion
+from tithe.pool import Admission, Pool
+from tithe.staleness import Bounds, may_start_group
+from tithe.types import PromptItem, Rollout, RolloutEngine, RolloutGroup, SamplingParams
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How groups are made. Sizes count rollouts.
+
+    `params` is the template of every request, with the run's seed in it. `buffer` bounds what waits or runs
+    (`rl.rollout_buffer_size`); `max_running` bounds what runs, so that a group is bound to a version only when the
+    engine has room for it soon. `failed_batches` is how many batches' worth of groups may fail in a row, each as a
+    whole, before the run ends.
+    """
+
+    params: SamplingParams
+    on_publish: Literal["finish", "recompute", "keep"] = "finish"
+    buffer: int = 2**31
+    max_running: int = 2**31
+    failed_batches: int = 3
+
+
+class RolloutLoop:
+    """Plays groups and commits them to the pool. An asyncio loop in a thread of its own.
+
+    consumes      prompts, from the pool's queue and cursor; the served version
+    produces      committed groups (READY), and rejected ones of which nothing can be used
+    waits for     room: `may_start_group`, `rollout_buffer_size`, `max_running`; the engine and graders of running
+    groups unblocked by  `RunControl.notify`: a version confirmed, a batch trained, groups dropped, a stop requested
+
+    With `on_publish: finish` a group is bound to the version served at its admission, and keeps it live; otherwise
+    requests carry no adapter's name and follow what is served. Failures of rollouts are data. What ends the run: an
+    error of the pool, an engine that answers with another version than it was asked for, groups that all fail for
+    several batches, prompts that have all been given up. `RunControl.fail` is then called with the error.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        items: Mapping[str, PromptItem],
+        player: Player,
+        engine: RolloutEngine,
+        served: ServedPolicy,
+        control: RunControl,
+        bounds: Bounds,
+        plan: RolloutPlan,
+        counters: RolloutCounters,
+    ) -> None:
+        self._pool = pool
+        self._items = items
+        self._player = player
+        self._engine = engine
+        self._served = served
+        self._control = control
+        self._bounds = bounds
+        self._plan = plan
+        self._counters = counters
+        self._failed_in_a_row = 0
+        self._groups: set[asyncio.Task[None]] = set()
+        self._ended = False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="rollout-loop", daemon=True)
+
+    def start(self) -> None:
+        """Begin in a thread. Groups are admitted as soon as a version is served."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End: running groups are given up; the pool deletes them when it is next opened, and makes them again. Blocks
+        until the thread has ended. A second call does nothing.
+        """
+        self._ended = True
+        self._control.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    async def _run(self) -> None:
+        await asyncio.wait([self._watch(self._admit_groups())])
+        running = list(self._groups)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._report)
+        return task
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        self._groups.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._control.fail(error)
+
+    # ------------------------------------------------------------------ admission
+
+    async def _admit_groups(self) -> None:
+        loop, wake = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            loop.call_soon_threadsafe(wake.set)
+
+        with self._control.listening(listener):
+            while not self._stopping():
+                wake.clear()
+                while not self._stopping() and self._may_admit():
+                    self._begin_group()
+                    await asyncio.sleep(0)  # the group submits its requests before the next one is admitted
+                await wake.wait()
+
+    def _stopping(self) -> bool:
+        return self._ended or self._control.stopping
+
+    def _may_admit(self) -> bool:
+        served = self._served.current()
+        if served is None:
+            return False
+        counts, size, plan = self._pool.counts(), self._bounds.group_size, self._plan
+        running, waiting = counts.running * size, counts.ready * size
+        if running + waiting + size > plan.buffer or (running and running + size > plan.max_running):
+            return False
+        # The version may rise between this check and the admission. That only adds room (proof 1 of
+        # `staleness.bounds`).
+        return may_start_group(
+            self._bounds,
+            accepted=counts.accepted_rollouts(batch_rollouts=self._bounds.batch_rollouts, group_size=size),
+            running=running,
+            served_serial=served.version.serial,
+        )
+
+    def _begin_group(self) -> None:
+        served = self._served.acquire()
+        admission = self._pool.admit_next(served.version.lineage, served.version.serial)
+        if not self._binds:
+            self._served.release(served)
+        self._counters.begin()
+        self._groups.add(self._watch(self._make_group(admission, served)))
+
+    # ------------------------------------------------------------------ one group
+
+    async def _make_group(self, admission: Admission, served: ServedVersion) -> None:
+        rollouts: tuple[Rollout, ...] = ()
+        try:
+            params = replace(self._plan.params, group=admission.group_id)
+            variants = [replace(params, sample=sample) for sample in range(self._bounds.group_size)]
+            item = self._items[admission.prompt_id]
+            prompt_ids, rollouts = await self._player.play(item, variants, served.name if self._binds else None)
+        finally:
+            self._counters.end(rollouts)
+            if self._binds:
+                self._served.release(served)
+            if not rollouts or any(r.failure and r.failure.cause is FailureCause.TIMEOUT for r in rollouts):
+                self._engine.cancel(admission.group_id)  # given up, or a sample that nobody waits for any more
+        version = served.version
+        self._settle(
+            RolloutGroup(
+                group_id=admission.group_id,
+                prompt_id=admission.prompt_id,
+                prompt_ids=np.array(prompt_ids, np.int32),
+                rollouts=rollouts,
+                lineage=version.lineage,
+                admitted_serial=version.serial,
+            )
+        )
+
+    @property
+    def _binds(self) -> bool:
+        return self._plan.on_publish == "finish"
+
+    def _settle(self, group: RolloutGroup) -> None:
+        self._check_versions(group)
+        if any(rollout.failure is None and rollout.reward is not None for rollout in group.rollouts):
+            self._failed_in_a_row = 0
+            self._pool.commit(group)
+        else:
+            self._failed_in_a_row += 1
+            detail = _why_unusable(group)
+            self._pool.reject(group, detail)
+            if self._failed_in_a_row >= self._plan.failed_batches * self._bounds.groups_per_batch:
+                raise RunError(f"{self._failed_in_a_row} groups in a row failed as a whole; the last one: {detail}")
+        self._control.notify()
+
+    def _check_versions(self, group: RolloutGroup) -> None:
+        for rollout in group.rollouts:
+            serials = rollout.serials
+            if not len(serials):
+                continue
+            oldest, newest = int(serials.min()), int(serials.max())
+            if oldest < group.admitted_serial or (self._binds and newest != group.admitted_serial):
+                raise EngineError(
+                    f"group {group.group_id} was to be sampled from version {group.admitted_serial};"
+                    f" the engine answered with versions {oldest} to {newest}"
+                )
+
+
+def _why_unusable(group: RolloutGroup) -> str:
+    failure = next((rollout.failure for rollout in group.rollouts if rollout.failure is not None), None)
+    if failure is None:
+        return "no rollout was given a reward"
+    return f"{failure.cause}: {failure.message}"

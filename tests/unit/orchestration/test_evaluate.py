@@ -1,0 +1,177 @@
+"""Evaluation: every question, greedy and sampled, with random numbers of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tithe.errors import ConfigError, Failure, FailureCause
+from tithe.orchestration import Judgement, Player, RunControl, StopReason, evaluate, generate_with
+from tithe.orchestration.evaluate import GROUP_BASE
+from tithe.types import PromptItem
+from unit.orchestration.fakes import PARAMS, FakeEngine, FakeEnv, World
+
+QUESTIONS = [PromptItem(f"q{i}", text=f"question {i}") for i in range(10)]
+
+
+def judge(rollout):
+    return Judgement(rollout.reward_parts.get("right", 0.0), rollout.failure is None)
+
+
+@pytest.fixture
+def engine():
+    engine = FakeEngine(0.005)
+    engine.load("v1", 1, "weights")
+    engine.load("v2", 2, "other weights")
+    yield engine
+    engine.close()
+
+
+def make_player(engine, env=None):
+    return Player(env or FakeEnv(), generate_with(engine), lambda item: [ord(c) for c in item.id])
+
+
+def run(engine, env=None, **kwargs):
+    settings = {"params": PARAMS, "adapter": "v1", "samples": 3, "judge": judge, "max_questions": 4, **kwargs}
+    return evaluate(QUESTIONS, player=make_player(engine, env), **settings)
+
+
+def test_every_question_is_answered_greedily_once_and_sampled_k_times(engine):
+    result = run(engine)
+    assert [q.question_id for q in result.questions] == [q.id for q in QUESTIONS]
+    assert {len(q.sampled) for q in result.questions} == {3}
+    temperatures = sorted(request.params.temperature for request in engine.requests)
+    assert temperatures == [0.0] * 10 + [1.0] * 30
+    assert all(request.adapter == "v1" for request in engine.requests)
+    row = result.row(seed=0)
+    scores = [answer.score for q in result.questions for answer in q.sampled]
+    assert row["eval_sampled"] == pytest.approx(sum(scores) / len(scores))
+    assert row["eval_sampled_lo"] <= row["eval_sampled"] <= row["eval_sampled_hi"]
+    assert row["eval_greedy"] == pytest.approx(sum(q.greedy.score for q in result.questions) / 10)
+    assert row["eval_readable"] == row["eval_greedy_readable"] == 1.0
+
+
+def test_the_same_policy_gives_the_same_answers_and_another_gives_others(engine):
+    first, again, other = run(engine), run(engine, max_questions=10), run(engine, adapter="v2")
+    assert first == again
+    assert first.questions != other.questions
+    texts = [text for q in first.questions for text in q.sampled_texts]
+    assert len(set(texts)) == len(texts), "samples of a question differ"
+
+
+def test_filters_do_not_reach_the_evaluation(engine):
+    from dataclasses import replace
+
+    run(engine, params=replace(PARAMS, top_p=0.5, top_k=3, min_p=0.1, temperature=0.3))
+    assert {(r.params.top_p, r.params.top_k, r.params.min_p) for r in engine.requests} == {(1.0, 0, 0.0)}
+
+
+def test_evaluating_leaves_training_as_it_was(tmp_path):
+    """Group numbers far from training's, so neither random numbers nor cancellations meet."""
+    weights = []
+    for name, rhythm in (("without", None), ("with", 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        world = World(folder, steps=4, eval_every=rhythm)
+
+        def score(version, world=world):
+            done = evaluate(QUESTIONS, player=world.player, params=PARAMS, adapter=version.name, samples=2, judge=judge)
+            return done.row(seed=0)["eval_sampled"]
+
+        world.score = score
+        world.run()
+        weights.append(world.trainer.weights)
+        groups = {request.params.group for request in world.engine.requests}
+        assert {g >= GROUP_BASE for g in groups if g > 1000} == {True}
+    assert weights[0] == weights[1]
+
+
+def test_failures_count_as_unreadable_and_wrong(engine):
+    env = FakeEnv()
+
+    def fault(item, _request):
+        if item.id == "q0":
+            raise TimeoutError
+        return "play"
+
+    env.fault = fault
+    result = run(engine, env)
+    assert [q.greedy.readable for q in result.questions] == [False] + [True] * 9
+    assert result.row(seed=0)["eval_readable"] == pytest.approx(0.9)
+
+
+def test_a_signal_breaks_an_evaluation_off(engine):
+    control = RunControl()
+    release = threading.Event()
+    engine.fault = lambda _request: release.wait(30)
+
+    def stop_later():
+        while not engine.requests:
+            time.sleep(0.001)
+        control.request_stop(StopReason.SIGNAL)
+
+    thread = threading.Thread(target=stop_later)
+    thread.start()
+    try:
+        assert run(engine, control=control) is None
+    finally:
+        release.set()
+        thread.join()
+    assert run(engine, control=control) is None, "a signal that came before"
+
+
+def test_a_clean_stop_does_not_break_the_last_evaluation_off(engine):
+    control = RunControl()
+    control.request_stop(StopReason.MAX_STEPS)
+    assert run(engine, control=control) is not None
+
+
+def test_what_the_user_has_to_mend_is_raised(engine):
+    env = FakeEnv()
+
+    def fault(_item, _request):
+        raise ConfigError("no number", "reward.function")
+
+    env.fault = fault
+    with pytest.raises(ConfigError, match="no number"):
+        run(engine, env)
+
+
+def test_a_prompt_that_cannot_be_rendered_is_a_failure(engine):
+    def render(_item):
+        raise KeyError("content")
+
+    player = Player(FakeEnv(), generate_with(engine), render)
+    causes = []
+
+    def look(rollout):
+        causes.append(rollout.failure)
+        return judge(rollout)
+
+    evaluate(QUESTIONS[:1], player=player, params=PARAMS, adapter="v1", samples=1, judge=look)
+    assert causes == [Failure(FailureCause.ENVIRONMENT, "KeyError: 'content'")] * 2
+
+
+def test_a_request_that_the_engine_cancels_is_a_failure_and_not_a_cancelled_task(engine):
+    submit = engine.submit
+
+    def cancelling(request):
+        future = submit(request)
+        if request.params.sample == 0:
+            from concurrent.futures import Future
+
+            future = Future()
+            future.cancel()
+        return future
+
+    engine.submit = cancelling
+    causes = []
+
+    def look(rollout):
+        causes.append(rollout.failure and rollout.failure.cause)
+        return judge(rollout)
+
+    run(engine, judge=look, samples=1)
+    assert causes.count(FailureCause.CANCELLED) == 10
