@@ -7,7 +7,7 @@ from tithe.rewards.extraction import Answer, AnswerForm, extract_answer, find_an
 from tithe.rewards.functions import load_function
 from tithe.rewards.math_reward import Verdict, gold_answer, judge
 from tithe.rewards.pool import RewardPool
-from tithe.rewards.spec import FACT, FormatRule, RewardResult, RewardSpec, build_reward
+from tithe.rewards.spec import FACT, FormatRule, RewardResult, RewardSpec, build_reward, is_readable, score_of
 
 __all__ = [
     "FACT",
@@ -22,7 +22,9 @@ __all__ = [
     "extract_answer",
     "find_answer",
     "gold_answer",
+    "is_readable",
     "judge",
     "load_function",
     "same_answer",
+    "score_of",
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tithe.errors import Failure
 
 if TYPE_CHECKING:  # workers do without the configuration's schema
     from tithe.config.sampling import RewardSettings
+    from tithe.types import Rollout
 
 KEY = "reward.function"
 
@@ -76,12 +77,28 @@ class RewardResult:
         return {**self.parts, **{FACT + name: value for name, value in self.facts.items()}}
 
 
-def build_reward(settings: RewardSettings) -> RewardSpec:
-    """The spec of a configuration's `reward` section. The function itself is loaded by the workers, not here."""
+def build_reward(
+    settings: RewardSettings, shaping: Literal["function_validation", "none"] = "function_validation"
+) -> RewardSpec:
+    """The spec of a configuration's `reward` section under `rl.reward_shaping`; without shaping an unreadable answer is
+    worth what a wrong one is, and format rules add nothing. The function itself is loaded by the workers, not here."""
+    shaped = shaping == "function_validation"
+    rules = tuple(FormatRule(rule.pattern, rule.weight) for rule in settings.format_rules)
     return RewardSpec(
         function=settings.function,
         right=settings.right,
         wrong=settings.wrong,
-        unreadable=settings.unreadable,
-        format_rules=tuple(FormatRule(rule.pattern, rule.weight) for rule in settings.format_rules),
+        unreadable=settings.unreadable if shaped else settings.wrong,
+        format_rules=rules if shaped else (),
     )
+
+
+def is_readable(rollout: Rollout) -> bool:
+    """Whether a rollout's answer could be read. A function that states no such fact reads everything it scores."""
+    return rollout.reward is not None and rollout.reward_parts.get(FACT + "readable", 1.0) > 0
+
+
+def score_of(rollout: Rollout) -> float:
+    """What a rollout counts in an evaluation: 1 or 0 where right and wrong are known, else its reward. A failed or
+    abstained one counts 0."""
+    return rollout.reward_parts.get(FACT + "right", rollout.reward or 0.0)

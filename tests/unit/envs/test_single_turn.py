@@ -7,7 +7,7 @@ import pytest
 
 from tithe.envs import SingleTurnEnv
 from tithe.errors import EngineError, FailureCause
-from tithe.rewards import RewardPool, RewardSpec
+from tithe.rewards import RewardPool, RewardSpec, is_readable, score_of
 from tithe.types import Completion, FinishReason, GenerateRequest, PromptItem, SamplingParams
 
 STOP = 2
@@ -51,6 +51,16 @@ def test_a_right_answer_is_paid_and_its_tokens_are_the_engines():
     assert (rollout.sample, rollout.temperature, rollout.finish) == (3, 0.7, FinishReason.STOP)
     assert (rollout.text, rollout.reward, rollout.failure) == ("It is 7.", 1.0, None)
     assert rollout.reward_parts == {"answer": 1.0, "fact.right": 1.0, "fact.readable": 1.0}
+
+
+def test_what_a_rollout_counts_is_read_off_its_record(tmp_path):
+    (tmp_path / "judges.py").write_text("def half(item, text): return 0.5\ndef none(item, text): return None\n")
+    half, none = (RewardSpec(f"{tmp_path / 'judges.py'}:{name}") for name in ("half", "none"))
+    cases = [("7", None), ("8", None), ("?", None), ("?", half), ("?", none)]
+    rollouts = [play(completion(text), spec=spec) for text, spec in cases]
+    assert [score_of(rollout) for rollout in rollouts] == [1.0, 0.0, 0.0, 0.5, 0.0]
+    assert [is_readable(rollout) for rollout in rollouts] == [True, True, False, True, False]
+    assert (score_of(play(EngineError("x"))), is_readable(play(EngineError("x")))) == (0.0, False)
 
 
 def test_text_after_a_stop_string_is_not_judged():

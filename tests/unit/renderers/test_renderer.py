@@ -249,3 +249,19 @@ def test_broken_or_missing_files_name_the_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
         load_renderer(tmp_path)
+
+
+@pytest.mark.integration
+def test_a_directory_of_the_old_kind_is_converted(tmp_path):
+    """vocab.json with merges.txt and no tokenizer.json."""
+    original = byte_level_tokenizer("qwen2")
+    model = json.loads(original.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    renderer = load_renderer(tmp_path)
+    text = "What is 3 + 4, isn't it?"
+    assert list(renderer.render(text)) == original.encode(text).ids
+    assert renderer.stop_token_ids == (2,)

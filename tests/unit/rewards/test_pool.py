@@ -272,7 +272,7 @@ def test_a_module_that_ends_the_process_on_import_is_an_error(tmp_path):
 @pytest.mark.liveness
 def test_catastrophic_patterns_are_killed_and_others_are_paid():
     rules = (FormatRule(r"^(a+)+$", 0.5), FormatRule(r"(?s)^<b>.*</b>$", 0.25))
-    with RewardPool(RewardSpec(format_rules=rules), timeout_s=2.0) as pool:
+    with RewardPool(RewardSpec(format_rules=rules), timeout_s=1.0) as pool:
         pool.check()
         result = score(pool, "<b>7</b>")
         assert result.record() == {
@@ -359,3 +359,5 @@ def test_the_spec_follows_the_configuration():
     assert (spec.right, spec.format_rules) == (3.0, (FormatRule("x", 0.5),))
     assert RewardSpec.from_json(spec.to_json()) == spec
     assert not spec.is_plain_math
+    bare = build_reward(settings, shaping="none")
+    assert (bare.unreadable, bare.format_rules, bare.is_plain_math) == (bare.wrong, (), True)
