@@ -1,0 +1,218 @@
+"""Tithe's side of both benchmarks: the same engine, trainer, publication and probe as a run, on one base.
+
+usage: python -m benchmarks.tithe_side {rollout|step} WORKLOAD THREADS {fixed|packed|dequantized}
+request: {"new_tokens": n}; answer: {"seconds": s, "tokens": n, ...}, see `Bench.rollout` and `Bench.step`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers.protocol import Channel
+from tithe.advantages import batch_advantages
+from tithe.arch import find_demo_model, read_checkpoint
+from tithe.engines import SharedEngine
+from tithe.lora import LoraSpec, init_tensors
+from tithe.losses import LossSettings
+from tithe.models import Decoder, Lane, ModelOptions, load_model
+from tithe.orchestration import Learner, RunControl
+from tithe.quant import set_threads
+from tithe.renderers import load_renderer
+from tithe.trainer import Trainer, TrainerSettings, perturbed, probe_logp
+from tithe.types import Completion, GenerateRequest, PolicyVersion, Rollout, RolloutGroup, SamplingParams
+from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
+
+FIXED_COMPUTE = "dequantized"
+"""The configuration that all of Tithe's figures are quoted for; the other storage is reported beside it."""
+
+SAMPLES_PER_PROMPT = 8
+PROBE_TOKENS = 16
+MICRO_BATCH_TOKENS = 512
+LORA = LoraSpec(
+    r=32,
+    alpha=64.0,
+    target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+)
+
+
+class Bench:
+    """One base with its lane, engine and trainer, and a channel in a temporary folder."""
+
+    def __init__(self, compute: str, workload: dict[str, Any], folder: Path) -> None:
+        path = find_demo_model()
+        options = ModelOptions(compute="packed" if compute == "packed" else "dequantized", max_context=512)
+        self.decoder: Decoder = load_model(read_checkpoint(path), options)
+        self.renderer = load_renderer(path)
+        self.workload = workload
+        self.lane = Lane().start()
+        self.engine = SharedEngine(self.decoder, self.lane)
+        settings = TrainerSettings(
+            algorithm="grpo",
+            loss=LossSettings(aggregation="token_mean"),
+            norm_tokens=64,
+            lr=1e-4,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+        )
+        self.trainer = Trainer(self.decoder, LORA, self._fresh_adapter(), settings)
+        self.learner = Learner(
+            trainer=self.trainer,
+            lane=self.lane,
+            advantages=lambda groups: batch_advantages(groups, "std"),
+            control=RunControl(),
+        )
+        self.channel = DirectoryChannel(folder, "bench")
+        self.serial = 0
+        self.name: str | None = None
+        self._parent_logp: tuple[float, ...] | None = None
+        self.publish()
+
+    def _fresh_adapter(self) -> dict[str, torch.Tensor]:
+        """B is not zero, so that the adapter's products are real work from the first token."""
+        tensors = init_tensors(LORA, self.decoder.linear_shapes(), seed=0)
+        generator = torch.Generator().manual_seed(1)
+        return {
+            name: 1e-3 * torch.randn(t.shape, generator=generator) if "lora_B" in name else t
+            for name, t in tensors.items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What the benchmark reports of the numeric mode."""
+        options = self.decoder.options
+        mode = dict(part.split("=") for part in options.numeric_mode.split(";"))
+        return {
+            "compute": options.compute,
+            "compute_dtype": options.compute_dtype,
+            "attention": mode["attention"],
+            "prompts": len(self.workload["rollout_prompt_ids"]),
+        }
+
+    def publish(self) -> None:
+        """Publish the trainer's adapter, have the engine prove it, and drop the version before."""
+        tensors = self.trainer.adapter_tensors()
+        tokens = self.workload["step_prompt_ids"][0]
+        prompt, target = tokens[:-PROBE_TOKENS], tokens[-PROBE_TOKENS:]
+
+        def logp(adapter: dict[str, torch.Tensor]) -> list[float]:
+            return probe_logp(self.decoder, self.trainer.passes, prompt, target, adapter, LORA)
+
+        own = self.lane.call(lambda: logp(tensors))
+        noisy = self.lane.call(lambda: logp(perturbed(tensors)))
+        floor = max(abs(a - b) for a, b in zip(own, noisy, strict=True))
+        fields = manifest_fields(
+            lora=LORA,
+            parent=self.name,
+            optimizer_step=self.trainer.optimizer_step,
+            base_checksum=self.decoder.checksum,
+            numeric_mode=self.decoder.options.numeric_mode,
+            probe=Probe(tuple(tokens), len(prompt), tuple(own), floor, self._parent_logp),
+        )
+        before = self.name
+        self.name = self.engine.load_adapter(self.channel.publish(PolicyVersion(0, self.serial), tensors, fields))
+        self._parent_logp = tuple(own)
+        if before is not None:
+            self.engine.drop_adapter(before)
+
+    def generate(self, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> list[list[Completion]]:
+        """All completions of all prompts, sampled at T = 1 with log-probs; no token ends one early."""
+        futures = [
+            [
+                self.engine.submit(
+                    GenerateRequest(
+                        tuple(prompt),
+                        SamplingParams(max_new_tokens=new_tokens, seed=self.serial, group=group, sample=sample),
+                        self.name,
+                    )
+                )
+                for sample in range(samples)
+            ]
+            for group, prompt in enumerate(prompts)
+        ]
+        return [[future.result() for future in row] for row in futures]
+
+    def rollout(self, new_tokens: int) -> dict[str, float]:
+        """64 prompts, one completion each, prefill included; `decode_seconds` leaves the prefill's time out.
+
+        A version of its own makes every round prefill: the engine keeps prompts by (adapter, tokens).
+        """
+        self.serial += 1
+        self.publish()
+        before = self.engine.stats()
+        started = time.perf_counter()
+        groups = self.generate(self.workload["rollout_prompt_ids"], 1, new_tokens)
+        seconds = time.perf_counter() - started
+        after = self.engine.stats()
+        tokens = sum(len(completion.token_ids) for row in groups for completion in row)
+        prefill_s = after["prefill_s"] - before["prefill_s"]
+        if after["prefill_tok"] - before["prefill_tok"] < sum(map(len, self.workload["rollout_prompt_ids"])):
+            raise RuntimeError("a prompt was not prefilled in this round")
+        return {"seconds": seconds, "tokens": tokens, "decode_seconds": seconds - prefill_s, "decode_tokens": tokens}
+
+    def step(self, new_tokens: int) -> dict[str, float]:
+        """One GRPO step as a run does it: sample, score, train, publish, prove."""
+        started = time.perf_counter()
+        n = self.workload["step_prompts"]
+        all_prompts = self.workload["step_prompt_ids"]
+        first = self.serial * n % len(all_prompts)
+        prompts = all_prompts[first : first + n]
+        sampled = self.generate(prompts, SAMPLES_PER_PROMPT, new_tokens)
+        middle = time.perf_counter()
+        groups = [self._group(i, prompts[i], row) for i, row in enumerate(sampled)]
+        self.learner.learn(groups, self.serial)
+        self.serial += 1
+        trained = time.perf_counter()
+        self.publish()
+        ended = time.perf_counter()
+        return {
+            "seconds": ended - started,
+            "tokens": sum(len(completion.token_ids) for row in sampled for completion in row),
+            "generate_seconds": middle - started,
+            "train_seconds": trained - middle,
+            "publish_seconds": ended - trained,
+        }
+
+    def _group(self, index: int, prompt: Sequence[int], row: Sequence[Completion]) -> RolloutGroup:
+        rollouts = tuple(self._rollout(sample, completion) for sample, completion in enumerate(row))
+        return RolloutGroup(index, f"prompt-{index}", np.array(prompt, np.int32), rollouts, 0, self.serial)
+
+    def _rollout(self, sample: int, completion: Completion) -> Rollout:
+        """A reward that varies inside every group, as on the peer's side: no side may skip a group."""
+        text = self.renderer.decode(completion.token_ids)
+        return Rollout(
+            sample=sample,
+            token_ids=completion.token_ids,
+            loss_mask=np.ones(len(completion.token_ids), bool),
+            logp=completion.logp,
+            logp_behaviour=completion.logp_behaviour,
+            serials=completion.serials,
+            temperature=1.0,
+            finish=completion.finish,
+            text=text,
+            reward=float(len(text) % 2),
+        )
+
+
+def main() -> None:
+    """Load, then answer requests."""
+    channel = Channel()
+    kind, workload, threads, compute = sys.argv[1:]
+    set_threads(int(threads))
+    with tempfile.TemporaryDirectory() as folder:
+        compute = FIXED_COMPUTE if compute == "fixed" else compute
+        bench = Bench(compute, json.loads(Path(workload).read_text()), Path(folder))
+        answer = bench.rollout if kind == "rollout" else bench.step
+        channel.send(**bench.facts())
+        for request in channel.requests():
+            channel.send(**answer(int(request["new_tokens"])))
+
+
+if __name__ == "__main__":
+    main()
