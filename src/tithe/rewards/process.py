@@ -33,7 +33,8 @@ class WorkerProcess:
     """A worker that has loaded its function. Its own session, so that a kill reaches whatever it started.
 
     A new interpreter, never a fork: the parent has threads, and its memory stays its own. It dies with the *thread*
-    that constructed it. Construction blocks until the function is loaded and raises `ConfigError` when that fails,
+    that constructed it; if the whole run is killed by SIGKILL, what a user's function started may outlive it.
+    Construction blocks until the function is loaded and raises `ConfigError` when that fails,
     `OSError` when no process can be started.
     """
 

@@ -44,7 +44,8 @@ def needs_more(item, text, other):
 
 def judge(item, text, **info):
     if text == "loop":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # marked sleeper"])
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(60)  # sleeper of {os.getppid()}"])
+    if text in ("loop", "spin"):
         while True:
             pass
     if text == "modules":
@@ -208,7 +209,11 @@ def test_endless_loops_are_killed_with_their_children_and_leave_no_zombie(judges
         assert pool.stats()["reward_timeouts"] >= 3
         assert "Z" not in children().values()
     assert n_descriptors() <= before + 1
-    assert not [command for command in commands() if b"marked sleeper" in command]
+    for _ in range(250):  # killed, but a process takes a moment to go
+        if not (sleepers := [c for c in commands() if f"sleeper of {os.getpid()}".encode() in c]):
+            break
+        time.sleep(0.02)
+    assert not sleepers
 
 
 @pytest.mark.liveness
@@ -344,7 +349,7 @@ def test_workers_die_with_a_killed_run(judges):
         "import sys, time; from tithe.rewards import *; from tithe.types import PromptItem\n"
         f"pool = RewardPool(RewardSpec({str(judges) + ':judge'!r}), timeout_s=300)\n"
         "print(int(pool.submit(PromptItem('x'), 'pid').result().value), flush=True)\n"
-        "pool.submit(PromptItem('x'), 'loop'); time.sleep(300)\n"
+        "pool.submit(PromptItem('x'), 'spin'); time.sleep(300)\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=env) as run:
