@@ -9,8 +9,8 @@ reached by calls.
 
 from tithe.orchestration.control import RunControl, StopReason
 from tithe.orchestration.counters import RolloutCounters
-from tithe.orchestration.evaluate import Evaluation, JudgeFn, Judgement, QuestionResult, evaluate
-from tithe.orchestration.learner import AdvantagesFn, LaneLike, Learner, StepLike, TrainerLike
+from tithe.orchestration.evaluate import Answer, Evaluation, QuestionResult, evaluate
+from tithe.orchestration.learner import AdvantagesFn, Learner
 from tithe.orchestration.playing import Player, RenderFn, generate_with
 from tithe.orchestration.rollout_loop import RolloutLoop, RolloutPlan
 from tithe.orchestration.run import run_training
@@ -20,10 +20,8 @@ from tithe.orchestration.train_loop import TrainHooks, TrainLoop, TrainOutcome, 
 
 __all__ = [
     "AdvantagesFn",
+    "Answer",
     "Evaluation",
-    "JudgeFn",
-    "Judgement",
-    "LaneLike",
     "Learner",
     "Player",
     "QuestionResult",
@@ -34,13 +32,11 @@ __all__ = [
     "RunControl",
     "ServedPolicy",
     "ServedVersion",
-    "StepLike",
     "StopReason",
     "TrainHooks",
     "TrainLoop",
     "TrainOutcome",
     "TrainPlan",
-    "TrainerLike",
     "evaluate",
     "generate_with",
     "run_training",

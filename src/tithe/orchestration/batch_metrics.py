@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from tithe.types import FinishReason, Rollout, RolloutGroup
+from tithe.rewards import is_readable
+from tithe.types import FinishReason, RolloutGroup
 
 
-def batch_metrics(groups: Sequence[RolloutGroup], serial: int, readable: Callable[[Rollout], bool]) -> dict[str, float]:
+def batch_metrics(groups: Sequence[RolloutGroup], serial: int) -> dict[str, float]:
     """Rewards, lengths and ages of a batch that begins at `serial`. Failed rollouts count in no mean; a batch without
     any scored rollout has no reward.
 
@@ -23,7 +24,7 @@ def batch_metrics(groups: Sequence[RolloutGroup], serial: int, readable: Callabl
         row |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
     if rollouts:
         row |= {
-            "readable_rate": float(np.mean([readable(rollout) for rollout in rollouts])),
+            "readable_rate": float(np.mean([is_readable(rollout) for rollout in rollouts])),
             "truncated_frac": float(np.mean([rollout.finish is FinishReason.LENGTH for rollout in rollouts])),
             "completion_tokens_mean": float(np.mean([len(rollout.token_ids) for rollout in rollouts])),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from tithe.metrics import bootstrap_ci
 from tithe.orchestration.control import RunControl
 from tithe.orchestration.playing import Player
-from tithe.types import PromptItem, Rollout, SamplingParams
+from tithe.rewards import is_readable, score_of
+from tithe.types import PromptItem, SamplingParams
 
 GROUP_BASE = 1 << 30
 """Evaluation requests have group numbers from here on, question by question. Training groups count from 0 and never
@@ -19,35 +20,31 @@ come this far, so evaluations neither share random numbers with training nor can
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What one answer is worth. `score` is 1 for right and 0 for wrong, or whatever else is to be averaged.
+class Answer:
+    """One answer and what it is worth: `score` is 1 for right and 0 for wrong, or the reward where that is not known
+    (`rewards.score_of`).
 
-    >>> Judgement(1.0, readable=True).score
+    >>> Answer("so 3+4=7", 1.0, readable=True).score
     1.0
     """
 
+    text: str
     score: float
     readable: bool
 
 
-JudgeFn = Callable[[Rollout], Judgement]
-"""Reads score and readability off a rollout; a failed one is given too."""
-
-
 @dataclass(frozen=True)
 class QuestionResult:
-    """Answers to one question: sampled at temperature 1, and greedy.
+    """The answers to one question: sampled at temperature 1, and greedy.
 
-    >>> right, wrong = Judgement(1.0, readable=True), Judgement(0.0, readable=True)
-    >>> QuestionResult("sum-3-4", (right, wrong), right, ("7", "8"), "7").sampled[1].score
-    0.0
+    >>> right, wrong = Answer("7", 1.0, readable=True), Answer("8", 0.0, readable=True)
+    >>> QuestionResult("sum-3-4", (right, wrong), right).sampled[1].text
+    '8'
     """
 
     question_id: str
-    sampled: tuple[Judgement, ...]
-    greedy: Judgement
-    sampled_texts: tuple[str, ...]
-    greedy_text: str
+    sampled: tuple[Answer, ...]
+    greedy: Answer
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,6 @@ def evaluate(
     params: SamplingParams,
     adapter: str | None,
     samples: int,
-    judge: JudgeFn,
     control: RunControl | None = None,
     max_questions: int = 64,
 ) -> Evaluation | None:
@@ -93,7 +89,7 @@ def evaluate(
     has to mend.
     """
     plain = replace(params, top_p=1.0, top_k=0, min_p=0.0)
-    job = _Evaluating(player, plain, adapter, samples, judge, asyncio.Semaphore(max_questions))
+    job = _Evaluating(player, plain, adapter, samples, asyncio.Semaphore(max_questions))
     return asyncio.run(_unless_hurried(job, questions, control))
 
 
@@ -103,7 +99,6 @@ class _Evaluating:
     params: SamplingParams
     adapter: str | None
     samples: int
-    judge: JudgeFn
     room: asyncio.Semaphore
 
     async def all(self, questions: Sequence[PromptItem]) -> Evaluation:
@@ -116,14 +111,8 @@ class _Evaluating:
         variants.append(replace(params, sample=self.samples, temperature=0.0))
         async with self.room:
             _, rollouts = await self.player.play(item, variants, self.adapter)
-        *sampled, greedy = rollouts
-        return QuestionResult(
-            item.id,
-            tuple(self.judge(rollout) for rollout in sampled),
-            self.judge(greedy),
-            tuple(rollout.text for rollout in sampled),
-            greedy.text,
-        )
+        *sampled, greedy = (Answer(r.text, score_of(r), is_readable(r)) for r in rollouts)
+        return QuestionResult(item.id, tuple(sampled), greedy)
 
 
 async def _unless_hurried(

@@ -49,9 +49,13 @@ class Player:
     timeout_s: float | None = None
 
     async def play(
-        self, item: PromptItem, variants: Sequence[SamplingParams], adapter: str | None
+        self,
+        item: PromptItem,
+        variants: Sequence[SamplingParams],
+        adapter: str | None,
+        ended: Callable[[], None] = lambda: None,
     ) -> tuple[tuple[int, ...], tuple[Rollout, ...]]:
-        """The prompt's ids and one rollout per variant, in order.
+        """The prompt's ids and one rollout per variant, in order; `ended` is called as each of them ends.
 
         Raises `UserError` and cancellation only: what the user has to mend (a reward function that returns no number)
         is nobody's episode.
@@ -61,13 +65,14 @@ class Player:
         if slot.failure is not None:
             return (), tuple(failed_rollout(params, slot.failure) for params in variants)
         requests = [GenerateRequest(prompt_ids, params, adapter) for params in variants]
-        played = await asyncio.gather(*(self._play_one(item, request) for request in requests), return_exceptions=True)
+        plays = (self._play_one(item, request, ended) for request in requests)
+        played = await asyncio.gather(*plays, return_exceptions=True)
         for outcome in played:
             if isinstance(outcome, BaseException):
                 raise outcome
         return prompt_ids, tuple(outcome for outcome in played if isinstance(outcome, Rollout))
 
-    async def _play_one(self, item: PromptItem, request: GenerateRequest) -> Rollout:
+    async def _play_one(self, item: PromptItem, request: GenerateRequest, ended: Callable[[], None]) -> Rollout:
         rollout: Rollout | None = None
         breach: UserError | None = None
         with boundary(FailureCause.ENVIRONMENT) as slot:
@@ -75,6 +80,8 @@ class Player:
                 rollout = await self._attempt(item, request)
             except UserError as error:
                 breach = error
+            finally:
+                ended()
         if breach is not None:
             raise breach
         if slot.failure is not None:

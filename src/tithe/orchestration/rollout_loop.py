@@ -25,9 +25,9 @@ class RolloutPlan:
     """How groups are made. Sizes count rollouts.
 
     `params` is the template of every request, with the run's seed in it. `buffer` bounds what waits or runs
-    (`rl.rollout_buffer_size`); `max_running` bounds what runs, so that a group is bound to a version only when the
-    engine has room for it soon. `failed_batches` is how many batches' worth of groups may fail in a row, each as a
-    whole, before the run ends.
+    (`rl.rollout_buffer_size`); `max_running` bounds the rollouts that have not ended (`engine.max_running`), so that a
+    group is bound to a version only when the engine has room for it. `failed_batches` is how many batches' worth of
+    groups may fail in a row, each as a whole, before the run ends.
     """
 
     params: SamplingParams
@@ -42,8 +42,10 @@ class RolloutLoop:
 
     consumes      prompts, from the pool's queue and cursor; the served version
     produces      committed groups (READY), and rejected ones of which nothing can be used
-    waits for     room: `may_start_group`, `rollout_buffer_size`, `max_running`; the engine and graders of running
-    groups unblocked by  `RunControl.notify`: a version confirmed, a batch trained, groups dropped, a stop requested
+    waits for     room (`may_start_group`, `rollout_buffer_size`, `max_running`); the engine and the graders of groups
+                  that run
+    unblocked by  `RunControl.notify`: a version confirmed, a batch leased, groups dropped, a stop requested; a rollout
+                  that ends
 
     With `on_publish: finish` a group is bound to the version served at its admission, and keeps it live; otherwise
     requests carry no adapter's name and follow what is served. Failures of rollouts are data. What ends the run: an
@@ -76,6 +78,8 @@ class RolloutLoop:
         self._failed_in_a_row = 0
         self._groups: set[asyncio.Task[None]] = set()
         self._ended = False
+        self._unfinished = 0  # rollouts; only the loop's own thread touches it
+        self._wake = asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="rollout-loop", daemon=True)
 
     def start(self) -> None:
@@ -83,8 +87,8 @@ class RolloutLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End: running groups are given up; the pool deletes them when it is next opened, and makes them again. Blocks
-        until the thread has ended. A second call does nothing.
+        """End: running groups are given up, and a resume makes them again. Blocks until the thread has ended. A second
+        call does nothing.
         """
         self._ended = True
         self._control.notify()
@@ -97,6 +101,10 @@ class RolloutLoop:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.wait([self._watch(self._give_up())])
+
+    async def _give_up(self) -> None:
+        self._pool.give_up_running()
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -112,29 +120,29 @@ class RolloutLoop:
     # ------------------------------------------------------------------ admission
 
     async def _admit_groups(self) -> None:
-        loop, wake = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
 
         def listener() -> None:
-            loop.call_soon_threadsafe(wake.set)
+            loop.call_soon_threadsafe(self._wake.set)
 
         with self._control.listening(listener):
             while not self._stopping():
-                wake.clear()
+                self._wake.clear()
                 while not self._stopping() and self._may_admit():
                     self._begin_group()
                     await asyncio.sleep(0)  # the group submits its requests before the next one is admitted
-                await wake.wait()
+                await self._wake.wait()
 
     def _stopping(self) -> bool:
         return self._ended or self._control.stopping
 
     def _may_admit(self) -> bool:
-        served = self._served.current()
-        if served is None:
+        served, size, plan = self._served.current(), self._bounds.group_size, self._plan
+        if served is None or (self._unfinished and self._unfinished + size > plan.max_running):
             return False
-        counts, size, plan = self._pool.counts(), self._bounds.group_size, self._plan
+        counts = self._pool.counts()
         running, waiting = counts.running * size, counts.ready * size
-        if running + waiting + size > plan.buffer or (running and running + size > plan.max_running):
+        if running + waiting + size > plan.buffer:
             return False
         # The version may rise between this check and the admission. That only adds room (proof 1 of
         # `staleness.bounds`).
@@ -151,18 +159,29 @@ class RolloutLoop:
         if not self._binds:
             self._served.release(served)
         self._counters.begin()
+        self._unfinished += self._bounds.group_size
         self._groups.add(self._watch(self._make_group(admission, served)))
 
     # ------------------------------------------------------------------ one group
 
     async def _make_group(self, admission: Admission, served: ServedVersion) -> None:
         rollouts: tuple[Rollout, ...] = ()
+        unfinished = self._bounds.group_size
+
+        def ended() -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            self._unfinished -= 1
+            self._wake.set()
+
         try:
             params = replace(self._plan.params, group=admission.group_id)
             variants = [replace(params, sample=sample) for sample in range(self._bounds.group_size)]
             item = self._items[admission.prompt_id]
-            prompt_ids, rollouts = await self._player.play(item, variants, served.name if self._binds else None)
+            adapter = served.name if self._binds else None
+            prompt_ids, rollouts = await self._player.play(item, variants, adapter, ended)
         finally:
+            self._unfinished -= unfinished  # those that never began
             self._counters.end(rollouts)
             if self._binds:
                 self._served.release(served)

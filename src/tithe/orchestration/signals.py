@@ -37,4 +37,4 @@ def stop_on_signals(control: RunControl) -> Iterator[None]:
         yield
     finally:
         for handled, handler in before.items():
-            signal.signal(handled, handler)
+            signal.signal(handled, handler or signal.SIG_DFL)

@@ -7,18 +7,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tithe.errors import NonFiniteError, RunError
 from tithe.orchestration.batch_metrics import batch_metrics
 from tithe.orchestration.control import RunControl, StopReason
 from tithe.orchestration.counters import RolloutCounters
 from tithe.orchestration.early_stop import EarlyStop
-from tithe.orchestration.learner import Learner, StepLike
+from tithe.orchestration.learner import Learner
 from tithe.orchestration.served import ServedPolicy, ServedVersion
 from tithe.pool import Checkpoint, DropReason, Pool
 from tithe.staleness import Bounds, may_begin_batch, must_drop, must_publish
-from tithe.types import MetricSink, PolicyVersion, Rollout, RolloutGroup
+from tithe.types import MetricSink, PolicyVersion, RolloutGroup
+
+if TYPE_CHECKING:  # needs torch, which this room must not load
+    from tithe.trainer import StepResult
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -49,7 +52,7 @@ class TrainHooks:
     held-out questions and returns one metric row with `eval_sampled` in it, or None when it was broken off. `save`
     writes checkpoint files with the given state, durably, and returns their folder. `extra_state` is what else a
     checkpoint keeps (KL coefficient, schedule, …) as JSON values. `prune` removes checkpoint files and published
-    versions that nobody needs any more. `readable` says whether a rollout's answer could be read.
+    versions that nobody needs any more.
     """
 
     publish: Callable[[PolicyVersion], str]
@@ -57,7 +60,6 @@ class TrainHooks:
     save: Callable[[int, Mapping[str, Any]], Path]
     extra_state: Callable[[], Mapping[str, Any]]
     prune: Callable[[], None]
-    readable: Callable[[Rollout], bool]
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,9 @@ class TrainLoop:
         while not self._limit_reached():
             seen = self._control.changes
             lease = self._pool.lease_batch(self._bounds.groups_per_batch, self._serial, self._too_old)
-            if lease.dropped:
-                self._dropped += len(lease.dropped)
-                self._control.notify()
+            self._dropped += len(lease.dropped)
+            if lease.groups or lease.dropped:
+                self._control.notify()  # there is room in the buffer
             if lease.groups:
                 return lease.groups
             left_s = self._deadline_s - self._clock()
@@ -198,7 +200,7 @@ class TrainLoop:
         if step.skipped:
             self._skip(ids, step)
             return
-        row = batch_metrics(groups, self._serial, self._hooks.readable)
+        row = batch_metrics(groups, self._serial)
         self._skipped_in_a_row = 0
         self._pool.mark_trained(ids, self._serial + 1)
         self._serial += 1
@@ -212,7 +214,7 @@ class TrainLoop:
         if self._serial % self._plan.checkpoint_every == 0:
             self._save()
 
-    def _skip(self, ids: Sequence[int], step: StepLike) -> None:
+    def _skip(self, ids: Sequence[int], step: StepResult) -> None:
         self._skipped_in_a_row += 1
         self._pool.drop(ids, DropReason.NON_FINITE, f"optimizer step {self._serial + 1} was skipped")
         self._control.notify()

@@ -17,9 +17,9 @@ from tithe.pool.rows import (
     add_group,
     failures_in_a_row,
     last_failure,
+    give_up_running,
     load_group,
     move_group,
-    settle_earlier_owner,
     store_rollouts,
 )
 from tithe.pool.states import (
@@ -83,7 +83,8 @@ class Pool:
         try:
             store.take_ownership()
             with store.transaction() as db:
-                settle_earlier_owner(db)
+                db.execute("UPDATE rollout_group SET state = 'ready' WHERE state = 'leased'")
+                give_up_running(db)
         except BaseException:
             store.close()
             raise
@@ -189,6 +190,13 @@ class Pool:
         with self._store.transaction() as db:
             store_rollouts(db, move_group(db, group.group_id, REJECT), group)
             return self._leave_dropped(db, group.group_id, group.prompt_id, DropReason.FAILED, detail)
+
+    def give_up_running(self) -> int:
+        """Delete the running groups and put their prompts back, first in the queue, to be made again under the same
+        ids; returns how many. For the end of a run; opening a pool does the same for an owner that died.
+        """
+        with self._store.transaction() as db:
+            return give_up_running(db)
 
     # ------------------------------------------------------------------ the train loop's side
 

@@ -21,18 +21,18 @@ def load_group(db: sqlite3.Connection, group_id: int) -> RolloutGroup:
     )
 
 
-def settle_earlier_owner(db: sqlite3.Connection) -> None:
-    """Leased groups are READY again; running ones are deleted and their prompts put back, first in the queue."""
-    db.execute("UPDATE rollout_group SET state = 'ready' WHERE state = 'leased'")
+def give_up_running(db: sqlite3.Connection) -> int:
+    """Delete running groups and put their prompts back, first in the queue; returns how many."""
     orphans = db.execute(
         "SELECT group_id, prompt_id FROM rollout_group WHERE state = 'running' ORDER BY group_id"
     ).fetchall()
     first = db.execute("SELECT COALESCE(MIN(position), 0) FROM put_back").fetchone()[0] - len(orphans)
     for offset, row in enumerate(orphans):
-        # An orphan has no rollouts. Its prompt keeps the id, which addresses the random numbers, so that a synchronous
-        # run samples the same tokens again in the same order.
+        # A running group has no rollouts yet. Its prompt keeps the id, which addresses the random numbers, so that a
+        # synchronous run samples the same tokens again in the same order.
         db.execute("INSERT INTO put_back VALUES (?, ?, ?)", (first + offset, row["prompt_id"], row["group_id"]))
     db.execute("DELETE FROM rollout_group WHERE state = 'running'")
+    return len(orphans)
 
 
 def add_group(db: sqlite3.Connection, prompt_id: str, lineage: int, serial: int, group_id: int | None) -> int:

@@ -68,7 +68,7 @@ CREATE TABLE rollout (
 CREATE TABLE put_back (
     position  INTEGER PRIMARY KEY,     -- lowest first
     prompt_id TEXT NOT NULL,
-    group_id  INTEGER                  -- the id that a deleted orphan had and takes again
+    group_id  INTEGER                  -- the id that a group had when it was given up, and takes again
 );
 CREATE TABLE checkpoint (
     serial       INTEGER PRIMARY KEY,

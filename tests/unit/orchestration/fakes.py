@@ -111,7 +111,7 @@ class FakeEnv:
             finish=c.finish,
             text=" ".join(map(str, c.token_ids)),
             reward=right,
-            reward_parts={"right": right},
+            reward_parts={"answer": right, "fact.right": right, "fact.readable": 1.0},
         )
 
 
@@ -155,8 +155,8 @@ class FakeTrainer:
 
 
 class InlineLane:
-    def call(self, job):
-        return job()
+    def call(self, job, *args):
+        return job(*args)
 
 
 @dataclass
@@ -190,6 +190,7 @@ class World:
         steps: int = 6,
         delay_s: float = 0.0,
         max_live: int = 4,
+        buffer: int = 1000,
         on_publish="finish",
         timeout_s: float | None = None,
         **plan,
@@ -219,7 +220,6 @@ class World:
             save=self.save,
             extra_state=lambda: {"kl_coef": 0.01},
             prune=lambda: None,
-            readable=lambda rollout: rollout.failure is None,
         )
         self.train = TrainLoop(
             pool=self.pool,
@@ -246,7 +246,7 @@ class World:
             served=self.served,
             control=self.control,
             bounds=self.bounds,
-            plan=RolloutPlan(PARAMS, on_publish=on_publish, max_running=12),
+            plan=RolloutPlan(PARAMS, on_publish=on_publish, buffer=buffer, max_running=12),
             counters=self.counters,
         )
         if rewind is not None and rewind.checkpoint is not None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
 from tithe.errors import ConfigError, Failure, FailureCause
-from tithe.orchestration import Judgement, Player, RunControl, StopReason, evaluate, generate_with
+from tithe.orchestration import Player, RunControl, StopReason, evaluate, generate_with
 from tithe.orchestration.evaluate import GROUP_BASE
 from tithe.types import PromptItem
 from unit.orchestration.fakes import PARAMS, FakeEngine, FakeEnv, World
 
 QUESTIONS = [PromptItem(f"q{i}", text=f"question {i}") for i in range(10)]
-
-
-def judge(rollout):
-    return Judgement(rollout.reward_parts.get("right", 0.0), rollout.failure is None)
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def make_player(engine, env=None):
 
 
 def run(engine, env=None, **kwargs):
-    settings = {"params": PARAMS, "adapter": "v1", "samples": 3, "judge": judge, "max_questions": 4, **kwargs}
+    settings = {"params": PARAMS, "adapter": "v1", "samples": 3, "max_questions": 4, **kwargs}
     return evaluate(QUESTIONS, player=make_player(engine, env), **settings)
 
 
@@ -57,13 +56,11 @@ def test_the_same_policy_gives_the_same_answers_and_another_gives_others(engine)
     first, again, other = run(engine), run(engine, max_questions=10), run(engine, adapter="v2")
     assert first == again
     assert first.questions != other.questions
-    texts = [text for q in first.questions for text in q.sampled_texts]
+    texts = [answer.text for q in first.questions for answer in q.sampled]
     assert len(set(texts)) == len(texts), "samples of a question differ"
 
 
 def test_filters_do_not_reach_the_evaluation(engine):
-    from dataclasses import replace
-
     run(engine, params=replace(PARAMS, top_p=0.5, top_k=3, min_p=0.1, temperature=0.3))
     assert {(r.params.top_p, r.params.top_k, r.params.min_p) for r in engine.requests} == {(1.0, 0, 0.0)}
 
@@ -77,7 +74,7 @@ def test_evaluating_leaves_training_as_it_was(tmp_path):
         world = World(folder, steps=4, eval_every=rhythm)
 
         def score(version, world=world):
-            done = evaluate(QUESTIONS, player=world.player, params=PARAMS, adapter=version.name, samples=2, judge=judge)
+            done = evaluate(QUESTIONS, player=world.player, params=PARAMS, adapter=version.name, samples=2)
             return done.row(seed=0)["eval_sampled"]
 
         world.score = score
@@ -144,34 +141,21 @@ def test_a_prompt_that_cannot_be_rendered_is_a_failure(engine):
         raise KeyError("content")
 
     player = Player(FakeEnv(), generate_with(engine), render)
-    causes = []
-
-    def look(rollout):
-        causes.append(rollout.failure)
-        return judge(rollout)
-
-    evaluate(QUESTIONS[:1], player=player, params=PARAMS, adapter="v1", samples=1, judge=look)
-    assert causes == [Failure(FailureCause.ENVIRONMENT, "KeyError: 'content'")] * 2
+    prompt_ids, rollouts = asyncio.run(player.play(QUESTIONS[0], [PARAMS, PARAMS], None))
+    assert prompt_ids == ()
+    assert [r.failure for r in rollouts] == [Failure(FailureCause.ENVIRONMENT, "KeyError: 'content'")] * 2
+    result = evaluate(QUESTIONS[:1], player=player, params=PARAMS, adapter="v1", samples=1)
+    assert not result.questions[0].greedy.readable
 
 
 def test_a_request_that_the_engine_cancels_is_a_failure_and_not_a_cancelled_task(engine):
-    submit = engine.submit
-
-    def cancelling(request):
-        future = submit(request)
-        if request.params.sample == 0:
-            from concurrent.futures import Future
-
-            future = Future()
-            future.cancel()
+    def submit(request):
+        future = Future()
+        future.cancel()
         return future
 
-    engine.submit = cancelling
-    causes = []
-
-    def look(rollout):
-        causes.append(rollout.failure and rollout.failure.cause)
-        return judge(rollout)
-
-    run(engine, judge=look, samples=1)
-    assert causes.count(FailureCause.CANCELLED) == 10
+    engine.submit = submit
+    ended = []
+    _, (rollout,) = asyncio.run(make_player(engine).play(QUESTIONS[0], [PARAMS], "v1", lambda: ended.append(1)))
+    assert rollout.failure == Failure(FailureCause.CANCELLED, "the engine cancelled the request")
+    assert ended == [1]

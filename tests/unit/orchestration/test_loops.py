@@ -34,6 +34,9 @@ def test_synchronous_run_trains_each_batch_on_the_version_it_was_sampled_from(tm
     counts = rows_of(tmp_path, "SELECT batch_serial, COUNT(*) AS n FROM groups WHERE state = 'trained' GROUP BY 1")
     assert counts == [{"batch_serial": s, "n": 3} for s in range(1, 6)]
     assert world.sink.named("version_gap") == [(s, 0.0) for s in range(1, 6)]
+    assert rows_of(tmp_path, "SELECT COUNT(*) AS n FROM rollout_group WHERE state IN ('running', 'leased')") == [
+        {"n": 0}
+    ]
 
 
 def test_same_seed_same_weights_whatever_the_timing(tmp_path):
@@ -298,12 +301,46 @@ def test_a_single_skipped_step_costs_a_batch_and_no_serial(tmp_path):
     assert [v.serial for v in world.published] == [0, 1, 2, 3, 4]
 
 
-def test_sampling_fills_the_buffer_and_no_more(tmp_path):
-    world = World(tmp_path, bounds=ASYNC, steps=3)
-    most = []
-    world.trainer.on_micro = lambda: most.append(sum(vars(world.pool.counts()).values()) - world.pool.serial)
+def test_stragglers_hold_their_own_places_only(tmp_path):
+    """12 places, 3 groups of 4, one slow sample in each: more groups begin beside the three that are left."""
+    world = World(tmp_path, bounds=Bounds(batch_rollouts=24, group_size=4, max_lag=0, max_age=0), steps=1)
+    others = threading.Event()
+    running, most = [0], [0]
+    play = world.env.rollout
+
+    async def counted(item, request, generate):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        try:
+            return await play(item, request, generate)
+        finally:
+            running[0] -= 1
+
+    def fault(request):
+        if request.params.group == 5:
+            others.set()
+        if request.params.group < 3 and request.params.sample == 0:
+            assert others.wait(20)
+
+    world.env.rollout, world.engine.fault = counted, fault
     world.run()
-    assert max(most) * ASYNC.group_size <= ASYNC.max_outstanding
+    assert rows_of(tmp_path, "SELECT COUNT(*) AS n FROM rollouts WHERE cause IS NOT NULL") == [{"n": 0}]
+    assert 4 < most[0] <= 12
+
+
+@pytest.mark.parametrize("sync_every", [1, 3])
+def test_a_buffer_of_one_batch_is_enough(tmp_path, sync_every):
+    """Room comes up when a batch is leased, and the rollout loop is told, also where no version follows."""
+    bounds = Bounds(batch_rollouts=6, group_size=2, max_lag=3, max_age=3, sync_every=sync_every)
+    world = World(tmp_path, bounds=bounds, steps=6, buffer=6)
+    lease = world.pool.lease_batch
+
+    def late(*args):
+        time.sleep(0.05)  # the rollout loop has looked for room before the batch leaves
+        return lease(*args)
+
+    world.pool.lease_batch = late
+    assert world.run().serial == 6
 
 
 def test_leases_are_settled_whatever_ends_the_run(tmp_path):

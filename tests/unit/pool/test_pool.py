@@ -229,3 +229,15 @@ def test_many_threads_lose_nothing(pool):
         thread.join()
     assert pool.counts().ready == 40
     assert sorted(g.group_id for g in pool.lease_batch(40, 0, keep_all).groups) == list(range(40))
+
+
+def test_groups_given_up_come_first_again_under_their_ids(pool):
+    pool.bind_prompts(PromptSource([f"p{i}" for i in range(9)], 0))
+    first = [pool.admit_next(0, 0) for _ in range(3)]
+    pool.drop([first[1].group_id], DropReason.STALE)
+    assert pool.give_up_running() == 2
+    assert pool.counts().running == 0
+    again = [pool.admit_next(0, 0) for _ in range(3)]
+    assert again[:2] == [first[0], first[2]]
+    assert again[2].prompt_id == first[1].prompt_id
+    assert again[2].group_id == 3
