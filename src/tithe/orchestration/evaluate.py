@@ -135,4 +135,6 @@ async def _unless_hurried(
         try:
             return await work
         except asyncio.CancelledError:
-            return None
+            if control.hurrying:
+                return None
+            raise

@@ -84,7 +84,8 @@ def test_old_versions_are_dropped_once_nobody_uses_them_and_never_before(tmp_pat
 
 def test_samples_carry_the_old_version_until_the_engine_confirms(tmp_path):
     """D13: loading takes 200 ms; what starts in between belongs to the version before."""
-    world = World(tmp_path, bounds=ASYNC, steps=3)
+    roomy = Bounds(batch_rollouts=6, group_size=2, max_lag=6, max_age=6, sync_every=2)
+    world = World(tmp_path, bounds=roomy, steps=3)
     loading, has_loaded = threading.Event(), threading.Event()
     started_while_loading = threading.Event()
     versions = []
