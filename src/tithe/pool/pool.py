@@ -139,8 +139,8 @@ class Pool:
             known = db.execute("SELECT prompt_digest FROM pool_state").fetchone()[0]
             if known not in (None, prompts.digest):
                 raise ResumeError(
-                    f"the prompts of the task, or task.seed, differ from those that {self.path} was begun with;"
-                    " a resume goes on with the same ones"
+                    f"the prompts of the task, or the seed of their order, differ from those that {self.path} was begun"
+                    " with; a resume goes on with the same ones"
                 )
             db.execute("UPDATE pool_state SET prompt_digest = ?", (prompts.digest,))
         self._prompts = prompts
