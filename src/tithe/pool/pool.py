@@ -16,8 +16,8 @@ from tithe.pool.prompts import PromptSource
 from tithe.pool.rows import (
     add_group,
     failures_in_a_row,
-    last_failure,
     give_up_running,
+    last_failure,
     load_group,
     move_group,
     store_rollouts,
