@@ -136,3 +136,19 @@ def _flush_tree(root: Path) -> None:
             finally:
                 os.close(descriptor)
         _flush_directory(Path(folder))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace or create a text file (UTF-8); readers see the old one or the new one, whole."""
+    _make_folder(path.parent)
+    hidden = _hidden_name(path)
+    try:
+        with hidden.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.rename(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    _flush_directory(path.parent)

@@ -1,0 +1,6 @@
+"""Composition root: configuration → objects, and the commands' work. The only room that names concrete classes."""
+
+from tithe.build.commands import check, demo, evaluate, parity, report, sample
+from tithe.build.running import resume, train
+
+__all__ = ["check", "demo", "evaluate", "parity", "report", "resume", "sample", "train"]

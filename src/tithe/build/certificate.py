@@ -1,0 +1,146 @@
+"""The parity certificate: the trainer's log-probs of rollouts in the pool against those the sampler gave them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tithe.build.session import Session
+from tithe.errors import RunError
+from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
+from tithe.pool import PoolReader
+from tithe.trainer import perturbed, score_groups
+from tithe.trainer.passes import Passes
+from tithe.types import RolloutGroup
+from tithe.utils.durable import write_text
+from tithe.weight_sync import load_published, read_manifest
+
+MIN_TOKENS = 2_000
+_PASS_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class _Difference:
+    largest: float
+    mean: float
+    tokens: int
+
+
+def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> dict[str, object]:
+    """Score the newest trained groups whose version is still on disk, until there are 2,000 tokens; writes parity.json.
+
+    Rollouts that continued over another version's keys and values (`on_publish: keep`) are left out. `cross_check` also
+    scores them with the base held the other way (packed against dequantized). Raises `RunError` when the pool has nothing
+    to compare.
+    """
+    by_version = _collect(session, run_dir)
+    if not by_version:
+        raise RunError(
+            "the pool holds no trained rollouts of a version that is still on disk; nothing can be certified"
+        )
+    lane, decoder = session.base.lane, session.base.decoder
+    own, floor = lane.call(_compare, session, decoder, by_version)
+    options = decoder.options
+    result: dict[str, object] = {
+        "max_abs_dlogp": own.largest,
+        "mean_abs_dlogp": own.mean,
+        "tokens": own.tokens,
+        "noise_floor": floor,
+        "base_max_abs_error": decoder.base_max_abs_error,
+        "compute": options.compute,
+        "compute_dtype": options.compute_dtype,
+        "base_dtype": options.base_dtype,
+        "attention": "pages of 16 keys, one row at a time",
+        "numeric_mode": options.numeric_mode,
+        "optimizer_steps": session.trainer.optimizer_step,
+        "versions": len(by_version),
+        "groups": sum(len(groups) for groups in by_version.values()),
+        "lengths": _lengths(by_version),
+        "threads": torch.get_num_threads(),
+        "adapter_dropout": "off" if session.cfg.lora.dropout == 0 else f"{session.cfg.lora.dropout}, off while scoring",
+    }
+    if cross_check:
+        other = _other_storage(session, options)
+        crossed, _ = lane.call(_compare, session, other, by_version)
+        result[f"{other.options.compute}_max_abs_dlogp"] = crossed.largest
+        result[f"{other.options.compute}_mean_abs_dlogp"] = crossed.mean
+    write_text(run_dir / "parity.json", json.dumps(result, indent=1))
+    return result
+
+
+def _collect(session: Session, run_dir: Path) -> dict[Path, list[RolloutGroup]]:
+    """Newest trained groups by the directory of the one version that drew all their tokens."""
+    published: dict[tuple[int, int], Path] = {}
+    for directory in sorted((run_dir / "adapters").glob("*/")):
+        version = read_manifest(directory).version
+        published[version.lineage, version.serial] = directory
+    found: dict[Path, list[RolloutGroup]] = defaultdict(list)
+    tokens = 0
+    with PoolReader(run_dir / "pool.sqlite") as reader:
+        for group in reader.groups():
+            serials = {int(s) for r in group.rollouts for s in r.serials}
+            directory = published.get((group.lineage, group.admitted_serial))
+            if directory is None or serials != {group.admitted_serial}:
+                continue
+            found[directory].append(group)
+            tokens += sum(len(r.token_ids) for r in group.rollouts)
+            if tokens >= MIN_TOKENS:
+                break
+    return dict(found)
+
+
+def _compare(
+    session: Session, decoder: Decoder, by_version: dict[Path, list[RolloutGroup]]
+) -> tuple[_Difference, float]:
+    """On the lane. The noise floor is taken on the first version's groups."""
+    differences: list[np.ndarray] = []
+    floor = 0.0
+    passes: Passes | None = None
+    for index, (directory, groups) in enumerate(by_version.items()):
+        _, tensors, spec = load_published(directory, decoder.linear_shapes())
+        adapter = TrainAdapter.build(decoder, tensors, spec)
+        if passes is None:
+            widths = {place: a.shape[0] for layer in adapter.places for place, (a, _) in layer.items()}
+            passes = Passes(decoder, widths, checkpointing=session.cfg.model.activation_checkpointing, dropout=0.0)
+        scored = score_groups(passes, groups, adapter, _PASS_TOKENS).logp
+        differences += _against_sampler(groups, scored)
+        if index == 0:
+            shaken = TrainAdapter.build(decoder, perturbed(tensors), spec)
+            again = score_groups(passes, groups, shaken, _PASS_TOKENS).logp
+            floor = max(
+                float(np.abs(a - b).max())
+                for x, y in zip(scored, again, strict=True)
+                for a, b in zip(x, y, strict=True)
+                if a is not None and b is not None
+            )
+            passes.forget(shaken)
+        passes.forget(adapter)
+    flat = np.concatenate(differences)
+    return _Difference(float(flat.max()), float(flat.mean()), len(flat)), floor
+
+
+def _against_sampler(groups: Sequence[RolloutGroup], scored: Sequence[Sequence[np.ndarray | None]]) -> list[np.ndarray]:
+    return [
+        np.abs(logp.astype(np.float64) - rollout.logp.astype(np.float64))
+        for group, row in zip(groups, scored, strict=True)
+        for rollout, logp in zip(group.rollouts, row, strict=True)
+        if logp is not None
+    ]
+
+
+def _lengths(by_version: dict[Path, list[RolloutGroup]]) -> dict[str, int]:
+    lengths = [len(r.token_ids) for groups in by_version.values() for g in groups for r in g.rollouts]
+    return {"shortest": min(lengths), "longest": max(lengths), "distinct": len(set(lengths))}
+
+
+def _other_storage(session: Session, options: ModelOptions) -> Decoder:
+    from tithe.arch import read_checkpoint
+
+    other = "dequantized" if options.compute == "packed" else "packed"
+    return load_model(read_checkpoint(session.base.path), replace(options, compute=other))

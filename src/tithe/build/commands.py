@@ -1,0 +1,172 @@
+"""The commands beside `train` and `resume`: check, eval, sample, parity, report, demo."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+from tithe.build.certificate import certify
+from tithe.build.hooks import Evaluator, Publisher
+from tithe.build.running import run
+from tithe.build.session import Session, open_session, say
+from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
+from tithe.errors import ResumeError
+from tithe.monitoring import build_report, summary_table
+from tithe.orchestration import ServedVersion
+from tithe.types import GenerateRequest, PolicyVersion, RolloutGroup
+from tithe.weight_sync import DirectoryChannel
+
+PARITY_STEPS = 3
+
+
+def evaluate(target: Path, overrides: list[str]) -> dict[str, object]:
+    """Score a run's final adapter, or the starting policy of a run file, on the held-out questions."""
+    is_run = target.is_dir()
+    cfg = load_run(target, overrides) if is_run else load_config(target, overrides)
+    adapter = _final_adapter(target) if is_run else None
+    with open_session(cfg, adapter=adapter) as session, tempfile.TemporaryDirectory() as scratch:
+        row = Evaluator(session, Path(scratch), None)(_serve(session, Path(scratch)))
+        assert row is not None  # nobody breaks it off
+        return {**row, "text": summary_table(row)}
+
+
+def sample(run_dir: Path, prompt: str, overrides: list[str]) -> dict[str, object]:
+    """Answer a prompt with a run's final adapter, under the run's own sampling settings."""
+    cfg = load_run(run_dir, overrides)
+    with open_session(cfg, adapter=_final_adapter(run_dir)) as session, tempfile.TemporaryDirectory() as scratch:
+        served = _serve(session, Path(scratch))
+        renderer = session.base.renderer
+        message = [{"role": "user", "content": prompt}]
+        ids = renderer.render(message if renderer.has_template else prompt, cfg.rollout.system_prompt)
+        request = GenerateRequest(ids, session.params, served.name)
+        answer = session.engine.submit(request).result()
+        text = renderer.decode_reply(answer.token_ids.tolist())
+        return {
+            "prompt": prompt,
+            "answer": text,
+            "tokens": len(answer.token_ids),
+            "finish": str(answer.finish),
+            "text": text,
+        }
+
+
+def parity(cfg_or_run_dir: RunConfig | Path) -> dict[str, object]:
+    """The parity certificate of a run directory; of a run file, after a short training run in a scratch directory."""
+    if isinstance(cfg_or_run_dir, Path):
+        cfg = load_run(cfg_or_run_dir)
+        with open_session(cfg, adapter=_final_adapter(cfg_or_run_dir)) as session:
+            result = certify(session, cfg_or_run_dir, cross_check=True)
+        return {**result, "text": _certificate_text(result)}
+    cfg = cfg_or_run_dir
+    steps = {"max_steps": PARITY_STEPS, "checkpoint_every": PARITY_STEPS, "eval_every": None}
+    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update=steps)})
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "parity"
+        finished = run(cfg, run_dir, evaluating=False, report=False)
+        with open_session(load_run(run_dir), adapter=run_dir / "adapter") as session:
+            result = certify(session, run_dir, cross_check=True)
+    result["optimizer_steps"] = finished.result["optimizer_steps"]
+    return {**result, "text": _certificate_text(result)}
+
+
+def report(run_dir: Path) -> dict[str, object]:
+    """Write report.html again from what the run directory holds."""
+    page = build_report(run_dir)
+    return {"report": str(page), "text": f"report: {page}"}
+
+
+def check(cfg: RunConfig) -> dict[str, object]:
+    """One small step on the user's data and reward, everything shown; leaves nothing behind."""
+    group = cfg.rl.samples_per_prompt
+    updates = {"batch_size_per_update": 2 * group, "max_policy_update_lag": 0, "max_sample_age": 0, "sync_every": 1}
+    rl = cfg.rl.model_copy(update={**updates, "rollout_buffer_size": 2 * group})
+    once = cfg.run.model_copy(update={"max_steps": 1, "checkpoint_every": 1, "eval_every": None})
+    monitor = cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False})
+    small = cfg.model_copy(update={"rl": rl, "run": once, "monitor": monitor})
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "check"
+        finished = run(small, run_dir, evaluating=False, report=False)
+        groups = _read_groups(run_dir)
+        metrics = _last_row(run_dir)
+        prompts = _prompt_texts(small, groups)
+    lines: list[str] = []
+    for g, prompt in zip(groups, prompts, strict=True):
+        lines += ["", f"prompt {g.prompt_id} ({len(g.prompt_ids)} tokens):", prompt]
+        for r in g.rollouts:
+            parts = ", ".join(f"{k} {v:g}" for k, v in r.reward_parts.items())
+            lines.append(f"  reward {r.reward!s:>6} ({parts}) {r.finish}: {r.text!r:.160}")
+    lines += ["", "one step: " + ", ".join(f"{k} {v:.4g}" for k, v in sorted(metrics.items()))]
+    lines.append(f"sampler against trainer: max |Δlog-prob| {finished.result.get('max_abs_dlogp')}")
+    rewards = [r.reward for g in groups for r in g.rollouts]
+    return {"rewards": rewards, "metrics": metrics, "text": "\n".join(lines).strip()}
+
+
+def demo(overrides: list[str]) -> dict[str, object]:
+    """Train the demo model on the demo task; the last line of the answer is where everything lies."""
+    started = time.monotonic()
+    cfg = choose_run_dir(demo_config(overrides))
+    say(f"demo: {cfg.task.source}, {cfg.run.max_steps} steps in {cfg.run.dir}")
+    finished = run(cfg, Path(cfg.run.dir))
+    before, after = finished.before or {}, finished.after or {}
+    memory = _memory(Path(cfg.run.dir))
+    numbers: dict[str, object] = {
+        "before": before.get("eval_sampled"),
+        "after": after.get("eval_sampled"),
+        "before_greedy": before.get("eval_greedy"),
+        "after_greedy": after.get("eval_greedy"),
+        "ci95_before": [before.get("eval_sampled_lo"), before.get("eval_sampled_hi")],
+        "ci95_after": [after.get("eval_sampled_lo"), after.get("eval_sampled_hi")],
+        "minutes": (time.monotonic() - started) / 60,
+        **memory,
+    }
+    return {**numbers, **finished.result}
+
+
+def _serve(session: Session, scratch: Path) -> ServedVersion:
+    """Publish the session's policy in a scratch directory and have the engine prove it."""
+    version = PolicyVersion(0, 0)
+    name = Publisher(session, DirectoryChannel(scratch / "adapters", "once")).publish(version)
+    return ServedVersion(version, name)
+
+
+def _final_adapter(run_dir: Path) -> Path:
+    adapter = run_dir / "adapter"
+    if not adapter.is_dir():
+        raise ResumeError(
+            f"{run_dir} has no final adapter yet: let the run end, or go on with `tithe resume {run_dir}`"
+        )
+    return adapter
+
+
+def _certificate_text(result: dict[str, object]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in result.items())
+
+
+def _read_groups(run_dir: Path) -> list[RolloutGroup]:
+    from tithe.pool import PoolReader
+
+    with PoolReader(run_dir / "pool.sqlite") as reader:
+        return reader.groups()
+
+
+def _last_row(run_dir: Path) -> dict[str, float]:
+    from tithe.metrics import read_rows
+
+    rows = [r for r in read_rows(run_dir / "metrics.jsonl").rows if "loss" in r]
+    return {k: v for k, v in rows[-1].items() if isinstance(v, float)} if rows else {}
+
+
+def _prompt_texts(cfg: RunConfig, groups: list[RolloutGroup]) -> list[str]:
+    from tithe.arch import find_demo_model
+    from tithe.renderers import load_renderer
+
+    renderer = load_renderer(Path(cfg.model.path) if cfg.model.path else find_demo_model())
+    return [renderer.decode(g.prompt_ids.tolist()) for g in groups]
+
+
+def _memory(run_dir: Path) -> dict[str, object]:
+    import json
+
+    memory = json.loads((run_dir / "run.json").read_text())["memory"]
+    return {k: memory[k] for k in ("base_resident_bytes", "base_file_bytes", "peak_pss_bytes")}

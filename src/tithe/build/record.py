@@ -1,0 +1,103 @@
+"""run.json: identity, machine, memory and ending of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tithe
+from tithe.build.session import Session
+from tithe.quant import HAS_BF16_DOT
+from tithe.utils.durable import write_text
+from tithe.utils.memory import pss_bytes
+
+
+def source_commit() -> str | None:
+    """The commit of the checkout this package runs from, or None when it is installed or git is absent."""
+    here = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+class RunRecord:
+    """Kept in the run directory and rewritten whole at each change."""
+
+    def __init__(self, run_dir: Path, session: Session) -> None:
+        self.path = run_dir / "run.json"
+        self._begun = datetime.now(UTC)
+        decoder, cfg = session.base.decoder, session.cfg
+        self._session = session
+        self._values: dict[str, Any] = {
+            "name": cfg.run.name,
+            "status": "running",
+            "started_at": self._begun.isoformat(timespec="seconds"),
+            "tithe_version": tithe.__version__,
+            "commit": source_commit(),
+            "model": {
+                "name": session.base.path.stem if session.base.path.is_file() else session.base.path.name,
+                "architecture": decoder.spec.architecture,
+                "checksum": decoder.checksum,
+                "numeric_mode": decoder.options.numeric_mode,
+                "compute": decoder.options.compute,
+                "compute_dtype": decoder.options.compute_dtype,
+            },
+            "machine": {
+                "processor": platform.machine(),
+                "cores": len(os.sched_getaffinity(0)),
+                "threads": torch.get_num_threads(),
+                "bf16_dot": HAS_BF16_DOT,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+        }
+        self._memory()
+        self.write()
+
+    def finish(self, status: str, reason: str, **more: Any) -> None:
+        """Add the ending and write."""
+        ended = datetime.now(UTC)
+        self._memory()
+        self._values |= {
+            "status": status,
+            "reason": reason,
+            "finished_at": ended.isoformat(timespec="seconds"),
+            "minutes": round((ended - self._begun).total_seconds() / 60, 3),
+            **more,
+        }
+        self.write()
+
+    def write(self) -> None:
+        """Write the file."""
+        write_text(self.path, json.dumps(self._values, indent=1, default=str))
+
+    def _memory(self) -> None:
+        decoder, session = self._session.base.decoder, self._session
+        pss = pss_bytes()
+        before = self._values.get("memory", {}).get("peak_pss_bytes") or 0
+        self._values["memory"] = {
+            "base_resident_bytes": decoder.resident_bytes(),
+            "base_file_bytes": decoder.file_bytes,
+            "adapter_state_bytes": session.trainer.memory_bytes(),
+            "kv_pages_bytes": session.engine.pages.n_bytes,
+            "peak_pss_bytes": max(before, pss or 0) or None,
+        }
+
+    def observe(self) -> None:
+        """Take the present memory into the peak."""
+        self._memory()

@@ -1,0 +1,197 @@
+"""From a configuration to live objects: the only place that names concrete classes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from tithe.build.base import Base, open_base
+from tithe.config import RunConfig
+from tithe.engines import SharedEngine
+from tithe.envs import EncodedPrompts, SingleTurnEnv, Task, encode_prompts, load_task
+from tithe.errors import ConfigError
+from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
+from tithe.losses import Aggregation, LossSettings
+from tithe.orchestration import Player, generate_with
+from tithe.rewards import RewardPool, build_reward
+from tithe.trainer import Trainer, TrainerSettings
+from tithe.types import PromptItem, SamplingParams
+
+
+def say(line: str) -> None:
+    """One line of progress, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(eq=False)
+class Session:
+    """Everything one run computes with. Close it, or use it in a ``with`` block: workers and lane end then."""
+
+    cfg: RunConfig
+    base: Base
+    task: Task
+    prompts: EncodedPrompts
+    rewards: RewardPool
+    engine: SharedEngine
+    trainer: Trainer
+    player: Player
+    params: SamplingParams
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+    def items(self) -> Mapping[str, PromptItem]:
+        """Training prompts that fit, by id."""
+        held_out = {item.id for item in self.task.eval}
+        return {item.id: item for item in self.prompts.items if item.id not in held_out}
+
+    def questions(self) -> tuple[PromptItem, ...]:
+        """Held-out questions that fit."""
+        held_out = {item.id for item in self.task.eval}
+        return tuple(item for item in self.prompts.items if item.id in held_out)
+
+    def close(self) -> None:
+        """End workers and lane; a second call does nothing."""
+        while self.closers:
+            self.closers.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path | None = None) -> Session:
+    """Load the base, read the task, start graders, make trainer and engine.
+
+    `adapter` (or else `lora.init_from`) is a PEFT directory the policy starts from. Cheap inputs are checked before the base
+    is loaded. Raises `UserError`.
+    """
+    rewards = RewardPool(
+        build_reward(cfg.reward, cfg.rl.reward_shaping),
+        workers=cfg.reward.workers,
+        timeout_s=cfg.reward.timeout_s,
+        memory_mib=cfg.reward.memory_mib,
+        log_path=log_dir / "reward.log" if log_dir is not None else None,
+    )
+    closers: list[Callable[[], None]] = [rewards.close]
+    try:
+        rewards.check()
+        task = load_task(cfg.task, needs_answer=cfg.reward.function == "math")
+        base = open_base(cfg, say)
+        closers.append(base.lane.close)
+        cfg = base.cfg
+        for line in task.report.lines():
+            say(line)
+        prompts = encode_prompts(
+            (*task.train, *task.eval),
+            base.renderer,
+            max_prompt_tokens=cfg.rollout.max_prompt_tokens,
+            on_long_prompt=cfg.rollout.on_long_prompt,
+            system_prompt=cfg.rollout.system_prompt,
+        )
+        spec, tensors = _adapter(cfg, base, adapter)
+        trainer = Trainer(base.decoder, spec, tensors, trainer_settings(cfg))
+        engine = _engine(cfg, base)
+        player = Player(
+            SingleTurnEnv(base.renderer, rewards), generate_with(engine), lambda i: prompts.prompt_ids(i.id)
+        )
+        params = sampling_params(cfg, base)
+    except BaseException:
+        while closers:
+            closers.pop()()
+        raise
+    return Session(cfg, base, task, prompts, rewards, engine, trainer, player, params, closers)
+
+
+def sampling_params(cfg: RunConfig, base: Base) -> SamplingParams:
+    """The template of every request."""
+    r = cfg.rollout
+    return SamplingParams(
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        max_new_tokens=r.max_new_tokens,
+        stop_token_ids=tuple(sorted(base.renderer.stop_token_ids)),
+        stop_strings=tuple(r.stop_strings),
+        seed=cfg.run.seed,
+    )
+
+
+def trainer_settings(cfg: RunConfig) -> TrainerSettings:
+    """The trainer's part of a configuration."""
+    rl, o = cfg.rl, cfg.optimizer
+    in_loss = rl.kl_placement == "loss"
+    loss = LossSettings(
+        aggregation=Aggregation(rl.aggregation),
+        clip_range=rl.clip_range,
+        clip_range_high=rl.clip_range_high,
+        kl_coef=rl.kl_coef if in_loss else 0.0,
+        entropy_coef=rl.entropy_coef,
+    )
+    return TrainerSettings(
+        algorithm=rl.algorithm,
+        loss=loss,
+        norm_tokens=cfg.rollout.max_new_tokens,
+        kl_coef=rl.kl_coef,
+        kl_placement=rl.kl_placement,
+        lr=o.lr,
+        beta1=o.beta1,
+        beta2=o.beta2,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        max_grad_norm=o.max_grad_norm,
+        lr_scheduler=o.lr_scheduler,
+        warmup_steps=o.warmup_steps,
+        min_lr_ratio=o.min_lr_ratio,
+        total_steps=cfg.run.max_steps,
+        micro_batch_tokens=rl.micro_batch_tokens,
+        activation_checkpointing=cfg.model.activation_checkpointing,
+        dropout=cfg.lora.dropout,
+        seed=cfg.run.seed,
+    )
+
+
+def _adapter(cfg: RunConfig, base: Base, given: Path | None) -> tuple[LoraSpec, Mapping[str, Tensor]]:
+    """Fresh tensors, or those of a PEFT directory whose rank, alpha and targets then count."""
+    shapes = base.decoder.linear_shapes()
+    directory = given if given is not None else (Path(cfg.lora.init_from) if cfg.lora.init_from else None)
+    if directory is not None:
+        tensors, spec = load_adapter(directory, shapes)
+        if spec.is_uniform and given is None and (spec.r, spec.alpha) != (cfg.lora.r, cfg.lora.alpha):
+            say(f"lora: r {spec.r} and alpha {spec.alpha:g} are those of {directory.name}")
+        return spec, tensors
+    requested = cfg.lora.target_modules
+    targets = resolve_targets(requested if isinstance(requested, str) else list(requested), shapes)
+    modules = tuple(dict.fromkeys(t.rpartition(".")[2] for t in targets))
+    spec = LoraSpec(cfg.lora.r, cfg.lora.alpha, cfg.lora.dropout, modules)
+    return spec, init_tensors(spec, shapes, cfg.run.seed)
+
+
+def _engine(cfg: RunConfig, base: Base) -> SharedEngine:
+    e = cfg.engine
+    need = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    if need > base.decoder.max_context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {need}, more than model.max_context = "
+            f"{base.decoder.max_context}",
+            key="model.max_context",
+        )
+    return SharedEngine(
+        base.decoder,
+        base.lane,
+        max_running=e.max_running,
+        kv_bytes=e.kv_memory_mib << 20,
+        prefill_tokens=e.prefill_tokens_per_tick,
+        max_live_versions=e.max_live_versions,
+        on_publish=cfg.rollout.on_publish,
+        decode=base.renderer.decode,
+    )
