@@ -19,6 +19,7 @@ from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
 from tithe.models.kv import KVPages
 from tithe.models.linear import CopyStep, Step, adapter_steps
 from tithe.quant import Launch
+from tithe.quant.matrix import set_product_rows
 from tithe.quant.runtime import TASKS
 
 ROWS_PER_TASK = 8
@@ -194,7 +195,7 @@ class AdapterPlan:
         self._range = (start, stop)
         for args, x, out in self._args:
             args[3] = x + start * args[4] * 4
-            args[5] = stop - start
+            set_product_rows(args, stop - start)
             args[7] = out + start * args[8] * (2 if args[18] else 4)
 
 
@@ -265,7 +266,7 @@ class ForwardPlan:
                 elif isinstance(step, Launch) and step.of in (finish_qkv, attention):
                     step.args[TASKS] = n
                 elif not isinstance(step, CopyStep):
-                    step.args[5] = n
+                    set_product_rows(step.args, n)
 
     def begin(self, ids: Tensor, segments: Sequence[Segment]) -> list[AdapterPlan]:
         """Embed int32 ids [n] into x and place the adapters on their rows."""

@@ -142,17 +142,20 @@ def _finish(tile: Any, rows: Any, columns: Any, out: Any, ldo: Any, out_bf16: An
 # add, factor, out_bf16
 @kernel
 def matmul_dot(args: Any) -> None:
-    """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ) with bf16 operands and float32 accumulation; one task per panel."""
+    """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ), bf16 operands, float32 accumulation; a task: panel × block of rows."""
     x, ldx, rows, steps, out, ldo, columns = args[3], args[4], args[5], args[6], args[7], args[8], args[9]
     kind, data, scale, zero = args[10], args[11], args[12], args[13]
     scratch = args[14] + next_slot(args) * args[15]
     add, factor, out_bf16 = args[16] != 0, np.float32(as_float(args[17])), args[18] != 0
     size = 2 if out_bf16 else 4
+    blocks = (rows + args[20] - 1) // args[20]
     tile = stack_f32(384)
     while True:
-        t = next_task(args)
-        if t >= args[1]:
+        task = next_task(args)
+        if task >= args[1]:
             break
+        t, begin = task // blocks, (task % blocks) * args[20]
+        end = min(rows, begin + args[20])
         panel = scratch
         if kind == INT4:
             _expand_int4_pairs(data, scale, zero, t, steps, scratch)
@@ -163,8 +166,8 @@ def matmul_dot(args: Any) -> None:
         w = u32p(panel)
         width = min(48, columns - t * 48)
         via_tile = out_bf16 or width < 48
-        for i in range(0, rows, DOT_ROWS):
-            count = min(DOT_ROWS, rows - i)
+        for i in range(begin, end, DOT_ROWS):
+            count = min(DOT_ROWS, end - i)
             target = out + (i * ldo + t * 48) * size
             if count == DOT_ROWS and not via_tile and not add:
                 dot_tile(u32p(x + i * ldx * 4), ldx, w, steps, f32p(target), ldo, _NO_SCALE)
@@ -188,17 +191,20 @@ def matmul_dot(args: Any) -> None:
 # the same arguments; x and ldx count float32; slot 19: W̃ rounded to bf16
 @kernel
 def matmul_fma(args: Any) -> None:
-    """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ) with float32 operands; one task per panel."""
+    """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ) with float32 operands; a task: panel × block of rows."""
     x, ldx, rows, steps, out, ldo, columns = args[3], args[4], args[5], args[6], args[7], args[8], args[9]
     kind, data, scale, zero = args[10], args[11], args[12], args[13]
     scratch = args[14] + next_slot(args) * args[15]
     add, factor, out_bf16, rounded = args[16] != 0, np.float32(as_float(args[17])), args[18] != 0, args[19] != 0
     size = 2 if out_bf16 else 4
+    blocks = (rows + args[20] - 1) // args[20]
     tile = stack_f32(384)
     while True:
-        t = next_task(args)
-        if t >= args[1]:
+        task = next_task(args)
+        if task >= args[1]:
             break
+        t, begin = task // blocks, (task % blocks) * args[20]
+        end = min(rows, begin + args[20])
         panel = scratch
         if kind == FP32:
             panel = data + t * steps * 384
@@ -207,8 +213,8 @@ def matmul_fma(args: Any) -> None:
         w = f32p(panel)
         width = min(48, columns - t * 48)
         via_tile = out_bf16 or width < 48
-        for i in range(0, rows, FMA_ROWS):
-            count = min(FMA_ROWS, rows - i)
+        for i in range(begin, end, FMA_ROWS):
+            count = min(FMA_ROWS, end - i)
             target = out + (i * ldo + t * 48) * size
             if count == FMA_ROWS and not via_tile and not add:
                 fma_tile(f32p(x + i * ldx * 4), ldx, w, steps * 2, f32p(target), ldo, _NO_SCALE)
@@ -285,6 +291,73 @@ def expand_rows_bf16(args: Any) -> None:
             for n in range(width):
                 for p in range(block, min(block + 16, steps)):
                     o[n * steps + p] = pairs[p * 48 + n]
+
+
+# steps, rows (N), out (bf16 pairs [K/48, N/2, 48]), kind, data, scale, zero, scratch, scratch_stride
+@kernel
+def expand_transposed(args: Any) -> None:
+    """W̃ in the panels of its transpose: pairs along N, columns along K, for products with W̃ itself. A task: 48 rows of W̃."""
+    steps, rows, kind, data, scale, zero = args[3], args[4], args[6], args[7], args[8], args[9]
+    scratch = args[10] + next_slot(args) * args[11]
+    pairs_out = (rows + 1) // 2
+    k_panels = (2 * steps + 47) // 48
+    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        source = scratch
+        if kind == INT4:
+            _expand_int4_pairs(data, scale, zero, t, steps, scratch)
+        elif kind == INT8:
+            _expand_int8_pairs(data, scale, t, steps, scratch)
+        else:
+            source = data + t * steps * 192
+        w = u32p(source)
+        for kp in range(k_panels):
+            width = min(24, steps - kp * 24)
+            for p in range(min(24, pairs_out - t * 24)):
+                o = u32p(args[5] + ((kp * pairs_out + t * 24 + p) * 48) * 4)
+                for c in range(width):
+                    a = w[(kp * 24 + c) * 48 + 2 * p]
+                    b = w[(kp * 24 + c) * 48 + 2 * p + 1]
+                    o[2 * c] = (a & low) | (b << np.uint32(16))
+                    o[2 * c + 1] = (a >> np.uint32(16)) | (b & high)
+                for c in range(2 * width, 48):
+                    o[c] = np.uint32(0)
+
+
+# source (operand [R, C]), ld, R, C, out, is_bf16
+@kernel
+def pack_transposed_kernel(args: Any) -> None:
+    """Panels of the transpose of a row-major array: bf16 pairs along R [C/48, R/2, 48], or float32 [C/48, R, 48]. R may be
+    odd (a zero row follows). A task: one panel."""
+    ld, rows, columns = args[4], args[5], args[6]
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        width = min(48, columns - t * 48)
+        pairs = (rows + 1) // 2
+        if args[8] != 0:
+            for p in range(pairs):
+                a = u16p(args[3] + (2 * p * ld + t * 48) * 2)
+                b = u16p(args[3] + (min(2 * p + 1, rows - 1) * ld + t * 48) * 2)
+                o = u32p(args[7] + ((t * pairs + p) * 48) * 4)
+                if 2 * p + 1 < rows:
+                    for c in range(width):
+                        o[c] = np.uint32(a[c]) | (np.uint32(b[c]) << np.uint32(16))
+                else:
+                    for c in range(width):
+                        o[c] = np.uint32(a[c])
+                for c in range(width, 48):
+                    o[c] = np.uint32(0)
+            continue
+        for r in range(2 * pairs):
+            of = f32p(args[7] + ((t * 2 * pairs + r) * 48) * 4)
+            x = f32p(args[3] + (min(r, rows - 1) * ld + t * 48) * 4)
+            for c in range(48):
+                of[c] = x[c] if r < rows and c < width else np.float32(0.0)
 
 
 # steps, rows (N), out (float32 [N, K]), kind, data, scale, zero, rounded

@@ -33,11 +33,13 @@ from tithe.quant.kernels import (
     INT8,
     expand_rows_bf16,
     expand_rows_f32,
+    expand_transposed,
     gather_rows,
     matmul_dot,
     matmul_fma,
+    pack_transposed_kernel,
 )
-from tithe.quant.runtime import HAS_BF16_DOT, Launch, set_kernel_threads
+from tithe.quant.runtime import HAS_BF16_DOT, TASKS, Launch, set_kernel_threads
 from tithe.quant.tile import PANEL
 
 _NAMES = {INT4: "int4", INT8: "int8", BF16: "bf16", FP32: "fp32"}
@@ -122,9 +124,12 @@ class PackedMatrix:
         address, stride = _scratch.reserve(steps * PANEL * (4 if dot else 8))
         args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
         args += [out.data_ptr(), out.stride(0), self.rows, *self._source(), address, stride, int(add)]
-        values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded)]
+        row_block = _row_block(self.panels, x.shape[0])
+        values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded), row_block]
         chosen = matmul_dot if dot else matmul_fma
-        return chosen.bind(self.panels, values, (self, x, out, _scratch.buffer))
+        launch = chosen.bind(self.panels, values, (self, x, out, _scratch.buffer))
+        set_product_rows(launch.args, x.shape[0])
+        return launch
 
     def _check_product(self, x: Tensor, out: Tensor, dot: bool, add: bool) -> None:
         if x.ndim != 2 or x.shape[1] != self.columns:
@@ -176,12 +181,61 @@ class PackedMatrix:
             expand_rows_f32.bind(self.rows, [*head, int(self.rounded)]).run()
         return out
 
+    def transposed(self, out: Tensor) -> PackedMatrix:
+        """W̃ᵀ [K, N] for products with W̃ (input gradients), in the buffer `out` (at least `transposed_numel` operand entries,
+        bf16 or float32); valid until the buffer is used again."""
+        steps = self.columns // 2
+        if out.dtype == torch.bfloat16:
+            address, stride = _scratch.reserve(steps * PANEL * 4)
+            head = [steps, self.rows, out.data_ptr(), *self._source(), address, stride]
+            expand_transposed.bind(self.panels, head).run()
+            return PackedMatrix(BF16, self.columns, self.rows + self.rows % 2, out, rounded=True)
+        return pack_transposed(self.expand(torch.float32), out)
+
+    @property
+    def transposed_numel(self) -> int:
+        """Operand entries that `transposed` needs."""
+        return transposed_numel(self.rows, self.columns)
+
     def dequantized(self) -> PackedMatrix:
         """The same W̃ in BF16 storage (or FP32 when W̃ is not rounded); the products keep their bits."""
         if self.kind in (BF16, FP32):
             return self
         dtype = torch.bfloat16 if self.rounded else torch.float32
         return pack_dense(self.expand(dtype), rounded=self.rounded)
+
+
+def _row_block(panels: int, rows: int) -> int:
+    """Rows per task: all of them where there are panels enough for every thread, else blocks, so that no thread idles."""
+    if panels >= 4 * _scratch.threads or rows <= 16:
+        return max(rows, 1)
+    return max(16, -(-rows // (4 * _scratch.threads)) + 7 & ~7)
+
+
+def set_product_rows(args: np.ndarray, rows: int) -> None:
+    """Let a product's argument block compute the first `rows` rows of its buffers."""
+    args[5] = rows
+    panels = -(-int(args[9]) // PANEL)
+    args[20] = _row_block(panels, rows)
+    args[TASKS] = panels * -(-rows // int(args[20]))
+
+
+def transposed_numel(rows: int, columns: int) -> int:
+    """Entries of the panels of a transposed [rows, columns] array."""
+    return -(-columns // PANEL) * PANEL * (rows + rows % 2)
+
+
+def pack_transposed(source: Tensor, out: Tensor | None = None) -> PackedMatrix:
+    """The transpose of a row-major operand array [R, C] as a matrix [C, R] (R made even by a zero row): a product with it is
+    x·source for x [M, R]. bf16 or float32; `out` is a buffer of `transposed_numel` entries."""
+    rows, columns = source.shape
+    source = source if source.stride(1) == 1 else source.contiguous()
+    bf16 = source.dtype == torch.bfloat16
+    if out is None:
+        out = torch.empty(transposed_numel(rows, columns), dtype=source.dtype)
+    args = [source.data_ptr(), source.stride(0), rows, columns, out.data_ptr(), int(bf16)]
+    pack_transposed_kernel.bind(-(-columns // PANEL), args).run()
+    return PackedMatrix(BF16 if bf16 else FP32, columns, rows + rows % 2, out, rounded=bf16)
 
 
 def _panelled(x: np.ndarray) -> np.ndarray:
