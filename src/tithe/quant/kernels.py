@@ -296,7 +296,10 @@ def expand_rows_bf16(args: Any) -> None:
 # steps, rows (N), out (bf16 pairs [K/48, N/2, 48]), kind, data, scale, zero, scratch, scratch_stride
 @kernel
 def expand_transposed(args: Any) -> None:
-    """W̃ in the panels of its transpose: pairs along N, columns along K, for products with W̃ itself. A task: 48 rows of W̃."""
+    """W̃ in the panels of its transpose: pairs along N, columns along K, for products with W̃ itself.
+
+    One task for 48 rows of W̃.
+    """
     steps, rows, kind, data, scale, zero = args[3], args[4], args[6], args[7], args[8], args[9]
     scratch = args[10] + next_slot(args) * args[11]
     pairs_out = (rows + 1) // 2
@@ -330,8 +333,10 @@ def expand_transposed(args: Any) -> None:
 # source (operand [R, C]), ld, R, C, out, is_bf16
 @kernel
 def pack_transposed_kernel(args: Any) -> None:
-    """Panels of the transpose of a row-major array: bf16 pairs along R [C/48, R/2, 48], or float32 [C/48, R, 48]. R may be
-    odd (a zero row follows). A task: one panel."""
+    """Panels of the transpose of a row-major array: bf16 pairs along R [C/48, R/2, 48], or float32 [C/48, R, 48].
+
+    R may be odd (a zero row follows). One task a panel.
+    """
     ld, rows, columns = args[4], args[5], args[6]
     while True:
         t = next_task(args)

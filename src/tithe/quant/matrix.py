@@ -182,9 +182,14 @@ class PackedMatrix:
         return out
 
     def transposed(self, out: Tensor) -> PackedMatrix:
-        """W̃ᵀ [K, N] for products with W̃ (input gradients), in the buffer `out` (at least `transposed_numel` operand entries,
-        bf16 or float32); valid until the buffer is used again."""
+        """W̃ᵀ [K, N] for products with W̃ (input gradients), in the buffer `out`; valid until it is used again.
+
+        `out` has at least `transposed_numel` operand entries, bf16 or float32. An odd N is made even by zeros.
+        """
+        _check_panels(out, self.rows, self.columns, out.dtype)
         steps = self.columns // 2
+        if self.kind == FP32 and out.dtype == torch.bfloat16:
+            return pack_transposed(self.expand(torch.bfloat16), out)
         if out.dtype == torch.bfloat16:
             address, stride = _scratch.reserve(steps * PANEL * 4)
             head = [steps, self.rows, out.data_ptr(), *self._source(), address, stride]
@@ -206,7 +211,7 @@ class PackedMatrix:
 
 
 def _row_block(panels: int, rows: int) -> int:
-    """Rows per task: all of them where there are panels enough for every thread, else blocks, so that no thread idles."""
+    """Rows per task: all where there are panels enough for every thread, else blocks, so that no thread idles."""
     if panels >= 4 * _scratch.threads or rows <= 16:
         return max(rows, 1)
     return max(16, -(-rows // (4 * _scratch.threads)) + 7 & ~7)
@@ -225,14 +230,25 @@ def transposed_numel(rows: int, columns: int) -> int:
     return -(-columns // PANEL) * PANEL * (rows + rows % 2)
 
 
+def _check_panels(out: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+    if out.dtype != dtype or not out.is_contiguous() or out.numel() < transposed_numel(rows, columns):
+        raise ValueError(
+            f"the panels of a transposed {(rows, columns)} array need {transposed_numel(rows, columns)} adjacent "
+            f"entries of {dtype}, not {tuple(out.shape)} of {out.dtype}"
+        )
+
+
 def pack_transposed(source: Tensor, out: Tensor | None = None) -> PackedMatrix:
-    """The transpose of a row-major operand array [R, C] as a matrix [C, R] (R made even by a zero row): a product with it is
-    x·source for x [M, R]. bf16 or float32; `out` is a buffer of `transposed_numel` entries."""
+    """The transpose of a row-major operand array [R, C] as a matrix [C, R]: a product with it is x·source for x [M, R].
+
+    bf16 or float32; an odd R is made even by a zero row. `out` is a buffer of at least `transposed_numel` entries.
+    """
     rows, columns = source.shape
     source = source if source.stride(1) == 1 else source.contiguous()
     bf16 = source.dtype == torch.bfloat16
     if out is None:
         out = torch.empty(transposed_numel(rows, columns), dtype=source.dtype)
+    _check_panels(out, rows, columns, source.dtype)
     args = [source.data_ptr(), source.stride(0), rows, columns, out.data_ptr(), int(bf16)]
     pack_transposed_kernel.bind(-(-columns // PANEL), args).run()
     return PackedMatrix(BF16 if bf16 else FP32, columns, rows + rows % 2, out, rounded=bf16)

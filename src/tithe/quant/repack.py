@@ -65,7 +65,8 @@ def repack_bytes(args: Any) -> None:
 def repack(raw: np.ndarray, kind: TensorFormat, *, rounded: bool) -> PackedMatrix:
     """uint8 rows [N, bytes per row] of Q4_0, Q4_1 or Q8_0 as a packed matrix; the scales keep their bits.
 
-    Q4_0's zero point becomes -8·scale, exact in half precision unless it overflows. `ModelError` when a scale is not finite.
+    Q4_0's zero point becomes -8·scale, exact in half precision unless it overflows. `ModelError` when a scale is not
+    finite.
     """
     rows, row_bytes = raw.shape
     is_byte = kind is TensorFormat.Q8_0
