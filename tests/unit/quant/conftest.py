@@ -1,4 +1,7 @@
-"""Two compute threads for the kernels' tests, one again afterwards."""
+"""One compute thread for the kernels' tests: on a busy machine two threads wait for each other at every launch.
+
+Tests of two threads ask for them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ from tithe.quant import set_threads
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _two_threads() -> Iterator[None]:
+def _one_thread() -> None:
+    set_threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two threads for one test."""
     set_threads(2)
     yield
     set_threads(1)

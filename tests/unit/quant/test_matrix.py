@@ -19,6 +19,7 @@ from support.checkpoints import build_gguf
 from tithe.arch import TensorFormat, read_checkpoint
 from tithe.quant import HAS_BF16_DOT, PackedMatrix, pack_dense, pack_int4, pack_int8, set_threads
 from tithe.quant.formats import GroupedIntegers
+from tithe.quant.matrix import pack_transposed, set_product_rows, transposed_numel
 from tithe.quant.reference import dequantize, round_to_bf16, unpack
 
 KINDS = ("int4", "int8", "bf16", "fp32", "int4-exact", "int8-exact")
@@ -220,10 +221,58 @@ def test_one_and_two_threads_give_the_same_bits(kind: str, dtype: torch.dtype) -
     c = case(kind, 500, 64)
     x = operand(23, 64, dtype)
     results: list[Tensor] = []
-    for threads in (1, 2):
-        set_threads(threads)
-        results += [c.packed.matmul(x), c.packed.expand(torch.float32), c.packed.expand(torch.bfloat16)]
-    assert all(torch.equal(a, b) for a, b in zip(results[:3], results[3:], strict=True))
+    try:
+        for threads in (1, 2):
+            set_threads(threads)
+            results += [c.packed.matmul(x), c.packed.expand(torch.float32), c.packed.expand(torch.bfloat16)]
+            panels = torch.zeros(c.packed.transposed_numel, dtype=dtype)
+            results.append(c.packed.transposed(panels).data)
+    finally:
+        set_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(results[:4], results[4:], strict=True))
+
+
+@each_kernel
+def test_a_launch_can_be_told_to_compute_its_first_rows_only(kind: str, dtype: torch.dtype) -> None:
+    c = case(kind, 100, 64)
+    x, out = operand(77, 64, dtype), torch.full((77, 100), 9.0)
+    launch = c.packed.product(x, out)
+    for rows in (5, 1, 40, 77, 16):
+        out[:] = 9.0
+        set_product_rows(launch.args, rows)
+        launch.run()
+        assert torch.equal(out[:rows], c.packed.matmul(x)[:rows])
+        assert (out[rows:] == 9.0).all()
+
+
+# ------------------------------------------------------------------ transposes, for gradients
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (97, 32), (48, 96)])
+@each_kind
+def test_the_transpose_holds_the_same_weights(kind: str, shape: tuple[int, int]) -> None:
+    """x·W̃ instead of x·W̃ᵀ; odd heights get a column of zeros, since columns are stored in pairs."""
+    c = case(kind, *shape)
+    for dtype in OPERANDS:
+        buffer = torch.full((c.packed.transposed_numel,), float("nan"), dtype=dtype)
+        transposed = c.packed.transposed(buffer)
+        even = shape[0] + shape[0] % 2
+        assert (transposed.rows, transposed.columns) == (shape[1], even)
+        product = transposed.matmul(torch.eye(even))
+        expected = torch.nn.functional.pad(c.w, (0, 0, 0, even - shape[0])).to(dtype).float()
+        assert torch.equal(product, expected)
+
+
+@pytest.mark.parametrize("dtype", OPERANDS)
+@pytest.mark.parametrize("shape", [(1, 5), (7, 48), (8, 50), (33, 100)])
+def test_panels_of_an_arrays_transpose_multiply_by_the_array(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    wide = operand(shape[0], shape[1] + 10, dtype)
+    source = wide[:, 4 : 4 + shape[1]]
+    packed = pack_transposed(source, torch.full((transposed_numel(*shape),), float("nan"), dtype=dtype))
+    even = shape[0] + shape[0] % 2
+    expected = torch.nn.functional.pad(source.float(), (0, 0, 0, even - shape[0]))
+    assert torch.equal(packed.matmul(torch.eye(even)), expected)
+    assert torch.equal(packed.matmul(torch.eye(even)), pack_transposed(source.T.contiguous().T).matmul(torch.eye(even)))
 
 
 # ------------------------------------------------------------------ what is refused
@@ -247,6 +296,15 @@ def wrong_products() -> dict[str, Callable[[PackedMatrix], object]]:
 def test_a_product_that_would_touch_wrong_memory_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"x has|out has|adjacent|bf16|float32"):
         wrong_products()[wrong](case("int4", 100, 64).packed)
+
+
+def test_panels_that_do_not_fit_their_buffer_are_refused() -> None:
+    packed = case("int4", 100, 64).packed
+    for buffer in (torch.empty(packed.transposed_numel - 1), torch.empty(2 * packed.transposed_numel)[::2]):
+        with pytest.raises(ValueError, match="adjacent entries of torch"):
+            packed.transposed(buffer)
+    with pytest.raises(ValueError, match=r"adjacent entries of torch\.float32"):
+        pack_transposed(torch.zeros(4, 4), torch.empty(1000, dtype=torch.bfloat16))
 
 
 def test_the_dot_product_of_an_exact_base_is_refused() -> None:
