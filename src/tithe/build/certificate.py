@@ -105,9 +105,11 @@ def _compare(
     for index, (directory, groups) in enumerate(by_version.items()):
         _, tensors, spec = load_published(directory, decoder.linear_shapes())
         adapter = TrainAdapter.build(decoder, tensors, spec)
-        if passes is None:
-            widths = {place: a.shape[0] for layer in adapter.places for place, (a, _) in layer.items()}
-            passes = Passes(decoder, widths, checkpointing=session.cfg.model.activation_checkpointing, dropout=0.0)
+        if passes is None and decoder is session.base.decoder:
+            passes = session.trainer.passes  # its buffers are there already
+        elif passes is None:
+            checkpointing = session.cfg.model.activation_checkpointing
+            passes = Passes(decoder, adapter.widths(), checkpointing=checkpointing, dropout=0.0)
         scored = score_groups(passes, groups, adapter, _PASS_TOKENS).logp
         differences += _against_sampler(groups, scored)
         if index == 0:

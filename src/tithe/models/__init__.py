@@ -9,9 +9,11 @@ from tithe.models.lane import Lane, Ticker
 from tithe.models.layout import PageLayout, page_layout
 from tithe.models.loader import load_model
 from tithe.models.options import ModelOptions
-from tithe.models.training import Capacity, TrainAdapter, TrainPass, norm_backward
+from tithe.models.train_adapter import AdapterGradients, TrainAdapter
+from tithe.models.training import Capacity, TrainPass, norm_backward
 
 __all__ = [
+    "AdapterGradients",
     "PAGE",
     "Capacity",
     "Decoder",

@@ -55,7 +55,7 @@ def rms_norm_backward(args: Any) -> None:
             _norm_gradient(f32p(args[3] + offset), weight, f32p(args[5] + offset), width, eps, f32p(args[6] + offset))
 
 
-# gate_up [R, 2I] operand, d_act [R, I] operand, I, d_gate_up (out) [R, 2I] operand, act (out) [R, I] operand, is_bf16,
+# gate_up [R, 2I] operand, d_act [R, I] float32, I, d_gate_up (out) [R, 2I] operand, act (out) [R, I] operand, is_bf16,
 # scratch [threads, 3I], rows per task, R
 @kernel
 def swiglu_backward(args: Any) -> None:
@@ -69,12 +69,12 @@ def swiglu_backward(args: Any) -> None:
         if t >= args[1]:
             break
         for r in range(t * args[10], min((t + 1) * args[10], args[11])):
-            d = args[4] + r * width * size
+            d = f32p(args[4] + r * width * 4)
             source = args[3] + r * 2 * width * size
             for i in range(width):
                 g, u = operand(source, i, is_bf16), operand(source, width + i, is_bf16)
                 s = _ONE / (_ONE + exp_f32(-g))
-                dy = operand(d, i, is_bf16)
+                dy = d[i]
                 row[i] = dy * u * s * (_ONE + g * (_ONE - s))
                 row[width + i] = dy * g * s
                 act[i] = g * s * u

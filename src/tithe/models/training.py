@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tithe.errors import ModelError
-from tithe.lora import LoraSpec, tensor_names
 from tithe.models.decoder import Decoder, ModelAdapter, padded
 from tithe.models.dropout import AdapterDropout
 from tithe.models.forward import PLACES, ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, norm_step
@@ -29,61 +28,8 @@ from tithe.models.gradients import (
 from tithe.models.kv import KVPages
 from tithe.models.layout import PageLayout
 from tithe.models.linear import Linear
-
-
-@dataclass(frozen=True, eq=False)
-class TrainSite:
-    """One adapted linear with the published cast of its matrices, row-major; `columns` is its slice of u."""
-
-    name_a: str
-    name_b: str
-    start: int
-    stop: int
-    columns: slice
-    b: Tensor
-    scale: float
-
-
-@dataclass(frozen=True, eq=False)
-class TrainAdapter:
-    """What the backward needs of an adapter: per layer and place the stacked A [Σr, in] and the sites' B [out, r]."""
-
-    model: ModelAdapter
-    places: tuple[Mapping[str, tuple[Tensor, tuple[TrainSite, ...]]], ...]
-
-    @staticmethod
-    def build(decoder: Decoder, tensors: Mapping[str, Tensor], spec: LoraSpec) -> TrainAdapter:
-        """Cast float32 masters to what is published, in kernel layout and row-major."""
-        dtype = decoder.options.operand_dtype
-        places = tuple(
-            {
-                place: found
-                for place, linear in layer.linears().items()
-                if (found := _place(linear, tensors, spec, dtype)) is not None
-            }
-            for layer in decoder.layers
-        )
-        return TrainAdapter(decoder.build_adapter(tensors, spec), places)
-
-
-def _place(
-    linear: Linear, tensors: Mapping[str, Tensor], spec: LoraSpec, dtype: torch.dtype
-) -> tuple[Tensor, tuple[TrainSite, ...]] | None:
-    rows: list[Tensor] = []
-    sites: list[TrainSite] = []
-    at = 0
-    for site in linear.sites:
-        name_a, name_b = tensor_names(site.module)
-        if name_a not in tensors:
-            continue
-        a = tensors[name_a].detach().to(dtype)
-        pad = a.shape[0] % 2
-        rows.append(torch.nn.functional.pad(a, (0, 0, 0, pad)) if pad else a)
-        columns = slice(at, at + a.shape[0])
-        b = tensors[name_b].detach().to(dtype)
-        sites.append(TrainSite(name_a, name_b, site.start, site.stop, columns, b, spec.scale(site.module)))
-        at += a.shape[0] + pad
-    return (torch.cat(rows), tuple(sites)) if rows else None
+from tithe.models.train_adapter import AdapterGradients, TrainAdapter
+from tithe.quant.matrix import pack_transposed, transposed_numel
 
 
 class _Saved:
@@ -178,6 +124,11 @@ class TrainPass:
         self._dqkv = torch.empty(rows, spec.q_size + 2 * spec.kv_size, dtype=operand)
         self._d_gate_up = torch.empty(rows, 2 * spec.intermediate_size, dtype=operand)
         self._act = torch.empty(rows, spec.intermediate_size, dtype=operand)
+        self._operand = operand
+        parts = [part for linear in decoder.linears() for part in linear.parts]
+        self._weights = torch.empty(max(part.transposed_numel for part in parts), dtype=operand)
+        widest = max(spec.hidden_size, spec.intermediate_size, spec.q_size)
+        self._panels = torch.empty(transposed_numel(rows, widest), dtype=operand)
         self._n = 0
         self._layout: PageLayout | None = None
         self._adapter: TrainAdapter | None = None
@@ -235,7 +186,7 @@ class TrainPass:
 
     # ------------------------------------------------------------------ backward
 
-    def backward(self, dx: Tensor, grads: Mapping[str, Tensor]) -> None:
+    def backward(self, dx: Tensor, grads: AdapterGradients) -> None:
         """Add adapter gradients for dx [R, H] float32, the gradient of x after all layers (overwritten)."""
         layers = self.decoder.layers
         for i in range(len(layers) - 1, -1, -1):
@@ -245,33 +196,25 @@ class TrainPass:
             self._mlp_backward(i, dx, grads)
             self._attention_backward(i, dx, grads)
 
-    def _mlp_backward(self, i: int, dx: Tensor, grads: Mapping[str, Tensor]) -> None:
+    def _mlp_backward(self, i: int, dx: Tensor, grads: AdapterGradients) -> None:
         layer, n, slot = self.decoder.layers[i], self._n, self.saved.slot(i)
         assert layer.gate_up is not None
         assert layer.down is not None
-        operand = self.decoder.options.operand_dtype
-        dy = dx.to(operand)
-        d_act = dy @ layer.down.expand(operand)
-        du = self._d_u(i, "down", dy)
-        if du is not None:
-            self._add_input_gradient(i, "down", du, d_act)
+        dy = dx.to(self._operand)
+        du, d_act = self._linear_backward(i, "down", layer.down, dy)
         gate_up, width = self.saved.gate_up[slot], layer.down.columns
         args = [gate_up.data_ptr(), d_act.data_ptr(), width, self._d_gate_up.data_ptr(), self._act.data_ptr()]
         args += [is_bf16(gate_up), self._scratch.address, ROWS_PER_TASK, n]
         swiglu_backward.bind(-(-n // ROWS_PER_TASK), args).run()
-        self._add_weight_gradients(i, "down", dy, du, self._act[:n], grads)
+        self._weight_gradients(i, "down", dy, du, self._act[:n], grads)
         d_gate_up = self._d_gate_up[:n]
         self._through_norm(i, "gate_up", layer.gate_up, d_gate_up, self.saved.x_mid[slot], layer.post_norm, dx, grads)
 
-    def _attention_backward(self, i: int, dx: Tensor, grads: Mapping[str, Tensor]) -> None:
+    def _attention_backward(self, i: int, dx: Tensor, grads: AdapterGradients) -> None:
         layer, n, slot = self.decoder.layers[i], self._n, self.saved.slot(i)
-        operand = self.decoder.options.operand_dtype
-        dy = dx.to(operand)
-        d_att = (dy @ layer.o.expand(operand)).float()
-        du = self._d_u(i, "o", dy)
-        if du is not None:
-            self._add_input_gradient(i, "o", du, d_att)
-        self._add_weight_gradients(i, "o", dy, du, self.saved.att[slot, :n], grads)
+        dy = dx.to(self._operand)
+        du, d_att = self._linear_backward(i, "o", layer.o, dy)
+        self._weight_gradients(i, "o", dy, du, self.saved.att[slot, :n], grads)
         self._scores_backward(i, d_att)
         self._finish_backward(i)
         self._through_norm(i, "qkv", layer.qkv, self._dqkv[:n], self.saved.x_in[i], layer.input_norm, dx, grads)
@@ -317,54 +260,69 @@ class TrainPass:
         x: Tensor,
         weight: Tensor,
         dx: Tensor,
-        grads: Mapping[str, Tensor],
+        grads: AdapterGradients,
     ) -> None:
         """Gradients of a linear that reads a normed residual; its share is added to dx."""
-        n, operand, eps = self._n, self.decoder.options.operand_dtype, self.decoder.spec.rms_norm_eps
-        d_normed = (dy @ linear.expand(operand)).float()
-        du = self._d_u(i, place, dy)
+        n, eps = self._n, self.decoder.spec.rms_norm_eps
+        du, d_normed = self._linear_backward(i, place, linear, dy)
         if du is not None:
             normed = self.plan.buffers.xn[:n]
             norm_step(x[:n], weight, normed, eps, self._scratch).run()
-            self._add_input_gradient(i, place, du, d_normed)
-            self._add_weight_gradients(i, place, dy, du, normed, grads)
+            self._weight_gradients(i, place, dy, du, normed, grads)
         norm_backward(x[:n], weight, d_normed, dx, eps)
 
-    # ------------------------------------------------------------------ adapters
+    # ------------------------------------------------------------------ linears and their adapters
 
-    def _d_u(self, i: int, place: str, dy: Tensor) -> Tensor | None:
-        """scale·dy·B for all sites of a place, side by side [R, Σr]; None without an adapter there."""
+    def _linear_backward(self, i: int, place: str, linear: Linear, dy: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(du, d_input): du = dy·B for all sites of the place side by side (operand, unscaled; None without an adapter),
+        d_input = dy·W̃ + scale·du·A, float32 [R, in]."""
         assert self._adapter is not None
+        d_input = torch.empty(dy.shape[0], linear.columns)
+        start = 0
+        for part in linear.parts:
+            transposed = part.transposed(self._weights[: part.transposed_numel])
+            transposed.matmul(dy[:, start : start + part.rows], d_input, add=start > 0)
+            start += part.rows
         found = self._adapter.places[i].get(place)
         if found is None:
-            return None
-        a, sites = found
-        du = torch.zeros(dy.shape[0], a.shape[0], dtype=dy.dtype)
-        for s in sites:
-            du[:, s.columns] = (dy[:, s.start : s.stop] @ s.b) * s.scale
-        return du
-
-    def _add_input_gradient(self, i: int, place: str, du: Tensor, d_input: Tensor) -> None:
-        assert self._adapter is not None
-        share = du @ self._adapter.places[i][place][0]
+            return None, d_input
+        du = torch.zeros(dy.shape[0], found.width, dtype=self._operand)
+        share = d_input if self.dropout is None else torch.zeros_like(d_input)
+        for s in found.sites:
+            columns = slice(s.start, s.start + s.rank)
+            s.b_transposed.matmul(dy[:, s.site.start : s.site.stop], du[:, columns])
+            s.a_transposed.matmul(du[:, columns], share, add=True, factor=s.scale)
         if self.dropout is not None:
-            share = self.dropout.apply_mask(i, place, share)
-        d_input += share
+            d_input += self.dropout.apply_mask(i, place, share)
+        return du, d_input
 
-    def _add_weight_gradients(
-        self, i: int, place: str, dy: Tensor, du: Tensor | None, x: Tensor, grads: Mapping[str, Tensor]
+    def _weight_gradients(
+        self, i: int, place: str, dy: Tensor, du: Tensor | None, x: Tensor, grads: AdapterGradients
     ) -> None:
-        """dA += duᵀ·x, dB += scale·dyᵀ·u for the sites of a place."""
+        """dA += scale·duᵀ·x and dBᵀ += scale·uᵀ·dy for the sites of a place."""
         if du is None:
             return
         assert self._adapter is not None
         if self.dropout is not None:
             x = self.dropout.apply_mask(i, place, x)
-        d_a = du.t() @ x
         u = self.saved.u[place][self.saved.slot(i), : self._n]
-        for s in self._adapter.places[i][place][1]:
-            grads[s.name_a].add_(d_a[s.columns])
-            grads[s.name_b].add_(dy[:, s.start : s.stop].t() @ u[:, s.columns], alpha=s.scale)
+        du_t, u_t = _even_transpose(du), _even_transpose(u)
+        inputs = pack_transposed(x, self._panels)
+        for s, into in zip(self._adapter.places[i][place].sites, grads.places[i][place], strict=True):
+            rows = slice(s.start, s.start + s.rank)
+            inputs.matmul(du_t[rows], into.a, add=True, factor=s.scale)
+        for s, into in zip(self._adapter.places[i][place].sites, grads.places[i][place], strict=True):
+            rows = slice(s.start, s.start + s.rank)
+            outputs = pack_transposed(dy[:, s.site.start : s.site.stop], self._panels)
+            outputs.matmul(u_t[rows], into.b_transposed, add=True, factor=s.scale)
+
+
+def _even_transpose(x: Tensor) -> Tensor:
+    """xᵀ with an even number of columns (a zero column follows an odd one): products read pairs."""
+    n = x.shape[0]
+    if n % 2 == 0:
+        return x.t().contiguous()
+    return torch.nn.functional.pad(x.t(), (0, 1))
 
 
 def norm_backward(x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, eps: float) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tithe.models import (
+    AdapterGradients,
     Capacity,
     Decoder,
     Head,
@@ -61,7 +62,7 @@ class Passes:
         )
         return scored, rows
 
-    def backward(self, micro: MicroBatch, rows: Tensor, d_normed: Tensor, grads: Mapping[str, Tensor]) -> None:
+    def backward(self, micro: MicroBatch, rows: Tensor, d_normed: Tensor, grads: AdapterGradients) -> None:
         """Add adapter gradients for d_normed [N, H] float32, the gradient of the normed target rows."""
         train = self._pass
         assert train is not None

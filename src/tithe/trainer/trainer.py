@@ -24,7 +24,7 @@ from tithe.losses import (
     summarize,
 )
 from tithe.lora import LoraSpec
-from tithe.models import Decoder, TrainAdapter
+from tithe.models import AdapterGradients, Decoder, TrainAdapter
 from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.passes import Passes
 from tithe.trainer.schedule import learning_rate
@@ -55,8 +55,6 @@ class Trainer:
     ) -> None:
         self.decoder, self.spec, self.settings = decoder, spec, settings
         self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in sorted(tensors.items())}
-        for master in self._masters.values():
-            master.grad = torch.zeros_like(master)
         self._optimizer = torch.optim.AdamW(
             list(self._masters.values()),
             lr=settings.lr,
@@ -67,8 +65,13 @@ class Trainer:
         )
         self.optimizer_step = 0
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
-        widths = {place: a.shape[0] for layer in self._adapter.places for place, (a, _) in layer.items()}
-        self.passes = Passes(decoder, widths, checkpointing=settings.activation_checkpointing, dropout=settings.dropout)
+        self._gradients = AdapterGradients(decoder, self._adapter)
+        self.passes = Passes(
+            decoder,
+            self._adapter.widths(),
+            checkpointing=settings.activation_checkpointing,
+            dropout=settings.dropout,
+        )
         self._metrics: list[LossMetrics] = []
         self._loss = 0.0
         self._denominators: Denominators | None = None
@@ -82,9 +85,7 @@ class Trainer:
         micros = plan_micro_batches(batch, self.settings.micro_batch_tokens)
         self._metrics, self._loss, self._micro_index, self._train_s = [], 0.0, 0, 0.0
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
-        for master in self._masters.values():
-            assert master.grad is not None
-            master.grad.zero_()
+        self._gradients.zero()
         return micros
 
     def accumulate(self, micro: MicroBatch) -> None:
@@ -106,7 +107,7 @@ class Trainer:
         d_normed = logp.grad[:, None] * scored.d_logp
         if scored.d_entropy is not None and entropy.grad is not None:
             d_normed += entropy.grad[:, None] * scored.d_entropy
-        self.passes.backward(micro, rows, d_normed, self._grads())
+        self.passes.backward(micro, rows, d_normed, self._gradients)
         self._metrics.append(output.metrics)
         self._loss += float(output.loss.detach())
         self._train_s += time.perf_counter() - started
@@ -133,7 +134,8 @@ class Trainer:
     def step(self) -> StepResult:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
         s = self.settings
-        norm = float(torch.nn.utils.get_total_norm(list(self._grads().values())))
+        grads = self._gradients.named(self._masters)
+        norm = float(torch.nn.utils.get_total_norm(list(grads.values())))
         finite = bool(np.isfinite(norm) and np.isfinite(self._loss))
         rate = learning_rate(
             self.optimizer_step,
@@ -148,17 +150,15 @@ class Trainer:
             metrics.update(summarize(self._metrics))
         if finite and self._metrics:
             scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
-            for grad in self._grads().values():
-                grad.mul_(scale)
+            for name, master in self._masters.items():
+                master.grad = grads[name] * scale
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
             self._rebuild()
         self.optimizer_step += 1
         return StepResult(metrics, skipped=not finite)
-
-    def _grads(self) -> dict[str, Tensor]:
-        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
 
     def _rebuild(self) -> None:
         self.passes.forget(self._adapter)
@@ -208,7 +208,7 @@ class Trainer:
         self._rebuild()
 
     def memory_bytes(self) -> int:
-        """Masters, gradients and Adam state."""
+        """Masters, gradient sums and Adam state (two moments)."""
         return 4 * sum(master.numel() * master.element_size() for master in self._masters.values())
 
 
