@@ -19,74 +19,73 @@ import torch
 
 from benchmarks.peers.protocol import Channel
 from tithe.advantages import batch_advantages
-from tithe.arch import find_demo_model, read_checkpoint
-from tithe.engines import SharedEngine
-from tithe.lora import LoraSpec, init_tensors
-from tithe.losses import LossSettings
-from tithe.models import Decoder, Lane, ModelOptions, load_model
+from tithe.build.hooks import Publisher
+from tithe.build.session import open_session
+from tithe.config import RunConfig, load_config
 from tithe.orchestration import Learner, RunControl
-from tithe.quant import set_threads
-from tithe.renderers import load_renderer
-from tithe.trainer import Trainer, TrainerSettings, perturbed, probe_logp
 from tithe.types import Completion, GenerateRequest, PolicyVersion, Rollout, RolloutGroup, SamplingParams
-from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
+from tithe.weight_sync import DirectoryChannel
 
 FIXED_COMPUTE = "dequantized"
+FIXED_COMPUTE_DTYPE = "bf16"
 """The configuration that all of Tithe's figures are quoted for; the other storage is reported beside it."""
 
 SAMPLES_PER_PROMPT = 8
-PROBE_TOKENS = 16
-MICRO_BATCH_TOKENS = 512
-LORA = LoraSpec(
-    r=32,
-    alpha=64.0,
-    target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-)
+MAX_NEW_TOKENS = 64
+
+
+def configuration(compute: str, threads: int) -> RunConfig:
+    """The defaults of a run, with the conditions that both sides share."""
+    compute = FIXED_COMPUTE if compute == "fixed" else compute
+    return load_config(
+        None,
+        [
+            f"model.compute={compute}",
+            f"model.compute_dtype={FIXED_COMPUTE_DTYPE}",
+            f"run.threads={threads}",
+            "lora.r=32",
+            "lora.alpha=64",
+            "lora.target_modules=[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]",
+            "rl.algorithm=grpo",
+            "rl.kl_coef=0",
+            f"rl.samples_per_prompt={SAMPLES_PER_PROMPT}",
+            f"rollout.max_new_tokens={MAX_NEW_TOKENS}",
+            "optimizer.lr=1e-4",
+        ],
+    )
 
 
 class Bench:
-    """One base with its lane, engine and trainer, and a channel in a temporary folder."""
+    """One base with its lane, engine and trainer, as a run opens them, and a channel in a temporary folder."""
 
-    def __init__(self, compute: str, workload: dict[str, Any], folder: Path) -> None:
-        path = find_demo_model()
-        options = ModelOptions(compute="packed" if compute == "packed" else "dequantized", max_context=512)
-        self.decoder: Decoder = load_model(read_checkpoint(path), options)
-        self.renderer = load_renderer(path)
+    def __init__(self, cfg: RunConfig, workload: dict[str, Any], folder: Path) -> None:
+        self.session = open_session(cfg)
         self.workload = workload
-        self.lane = Lane().start()
-        self.engine = SharedEngine(self.decoder, self.lane)
-        settings = TrainerSettings(
-            algorithm="grpo",
-            loss=LossSettings(aggregation="token_mean"),
-            norm_tokens=64,
-            lr=1e-4,
-            micro_batch_tokens=MICRO_BATCH_TOKENS,
-        )
-        self.trainer = Trainer(self.decoder, LORA, self._fresh_adapter(), settings)
         self.learner = Learner(
-            trainer=self.trainer,
-            lane=self.lane,
-            advantages=lambda groups: batch_advantages(groups, "std"),
+            trainer=self.session.trainer,
+            lane=self.session.base.lane,
+            advantages=lambda groups: batch_advantages(groups, cfg.rl.advantage_scale),
             control=RunControl(),
         )
-        self.channel = DirectoryChannel(folder, "bench")
+        self.publisher = Publisher(self.session, DirectoryChannel(folder, "bench"))
         self.serial = 0
         self.name: str | None = None
-        self._parent_logp: tuple[float, ...] | None = None
+        self._fill_adapter()
         self.publish()
 
-    def _fresh_adapter(self) -> dict[str, torch.Tensor]:
-        """B is not zero, so that the adapter's products are real work from the first token."""
-        tensors = init_tensors(LORA, self.decoder.linear_shapes(), seed=0)
+    def _fill_adapter(self) -> None:
+        """B is not zero from the start, so that the adapter's products are real work."""
+        trainer = self.session.trainer
         generator = torch.Generator().manual_seed(1)
-        return {
+        state = {
             name: 1e-3 * torch.randn(t.shape, generator=generator) if "lora_B" in name else t
-            for name, t in tensors.items()
+            for name, t in trainer.state_tensors().items()
         }
+        trainer.load_state(state, trainer.state())
 
     def facts(self) -> dict[str, Any]:
         """What the benchmark reports of the numeric mode."""
-        options = self.decoder.options
+        options = self.session.base.decoder.options
         mode = dict(part.split("=") for part in options.numeric_mode.split(";"))
         return {
             "compute": options.compute,
@@ -97,35 +96,15 @@ class Bench:
 
     def publish(self) -> None:
         """Publish the trainer's adapter, have the engine prove it, and drop the version before."""
-        tensors = self.trainer.adapter_tensors()
-        tokens = self.workload["step_prompt_ids"][0]
-        prompt, target = tokens[:-PROBE_TOKENS], tokens[-PROBE_TOKENS:]
-
-        def logp(adapter: dict[str, torch.Tensor]) -> list[float]:
-            return probe_logp(self.decoder, self.trainer.passes, prompt, target, adapter, LORA)
-
-        own = self.lane.call(lambda: logp(tensors))
-        noisy = self.lane.call(lambda: logp(perturbed(tensors)))
-        floor = max(abs(a - b) for a, b in zip(own, noisy, strict=True))
-        fields = manifest_fields(
-            lora=LORA,
-            parent=self.name,
-            optimizer_step=self.trainer.optimizer_step,
-            base_checksum=self.decoder.checksum,
-            numeric_mode=self.decoder.options.numeric_mode,
-            probe=Probe(tuple(tokens), len(prompt), tuple(own), floor, self._parent_logp),
-        )
-        before = self.name
-        self.name = self.engine.load_adapter(self.channel.publish(PolicyVersion(0, self.serial), tensors, fields))
-        self._parent_logp = tuple(own)
+        before, self.name = self.name, self.publisher.publish(PolicyVersion(0, self.serial))
         if before is not None:
-            self.engine.drop_adapter(before)
+            self.session.engine.drop_adapter(before)
 
     def generate(self, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int) -> list[list[Completion]]:
         """All completions of all prompts, sampled at T = 1 with log-probs; no token ends one early."""
         futures = [
             [
-                self.engine.submit(
+                self.session.engine.submit(
                     GenerateRequest(
                         tuple(prompt),
                         SamplingParams(max_new_tokens=new_tokens, seed=self.serial, group=group, sample=sample),
@@ -145,11 +124,11 @@ class Bench:
         """
         self.serial += 1
         self.publish()
-        before = self.engine.stats()
+        before = self.session.engine.stats()
         started = time.perf_counter()
         groups = self.generate(self.workload["rollout_prompt_ids"], 1, new_tokens)
         seconds = time.perf_counter() - started
-        after = self.engine.stats()
+        after = self.session.engine.stats()
         tokens = sum(len(completion.token_ids) for row in groups for completion in row)
         prefill_s = after["prefill_s"] - before["prefill_s"]
         if after["prefill_tok"] - before["prefill_tok"] < sum(map(len, self.workload["rollout_prompt_ids"])):
@@ -185,7 +164,7 @@ class Bench:
 
     def _rollout(self, sample: int, completion: Completion) -> Rollout:
         """A reward that varies inside every group, as on the peer's side: no side may skip a group."""
-        text = self.renderer.decode(completion.token_ids)
+        text = self.session.base.renderer.decode(completion.token_ids)
         return Rollout(
             sample=sample,
             token_ids=completion.token_ids,
@@ -204,14 +183,13 @@ def main() -> None:
     """Load, then answer requests."""
     channel = Channel()
     kind, workload, threads, compute = sys.argv[1:]
-    set_threads(int(threads))
     with tempfile.TemporaryDirectory() as folder:
-        compute = FIXED_COMPUTE if compute == "fixed" else compute
-        bench = Bench(compute, json.loads(Path(workload).read_text()), Path(folder))
+        bench = Bench(configuration(compute, int(threads)), json.loads(Path(workload).read_text()), Path(folder))
         answer = bench.rollout if kind == "rollout" else bench.step
         channel.send(**bench.facts())
-        for request in channel.requests():
-            channel.send(**answer(int(request["new_tokens"])))
+        with bench.session:
+            for request in channel.requests():
+                channel.send(**answer(int(request["new_tokens"])))
 
 
 if __name__ == "__main__":
