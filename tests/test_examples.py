@@ -1,0 +1,91 @@
+"""The examples do what they show: the loop in one file on a tiny model, the run file on its own data and reward."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from support.checkpoints import build_gguf
+from tithe.config import load_config
+from tithe.envs import load_task
+from tithe.rewards import build_reward
+from tithe.rewards.grading import Grader
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "minimal_rl.py"
+HIGHEST = "trainer"
+"""The room whose floor is the highest that the readable file may use."""
+
+
+@pytest.mark.integration
+def test_the_loop_in_one_file_learns_on_a_packed_model_without_a_gap(tmp_path):
+    # a head of its own: under a tied one a random model repeats its last token, and all rewards would be equal
+    model = build_gguf(tmp_path / "tiny.gguf", "llama", linear="Q4_1", tie_word_embeddings=False)
+    command = [sys.executable, "-W", "error", str(SCRIPT), "--model", str(model)]
+    run = subprocess.run(
+        [*command, "--steps", "2", "--prompts", "2", "--samples", "4"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8"},
+    )
+    assert run.returncode == 0, run.stderr
+    steps = re.findall(r"step +(\d+)  reward ([-+.\d]+) .* max \|Δlog-prob\| (\S+)  now serving (\S+)", run.stdout)
+    assert [int(step) for step, *_ in steps] == [1, 2]
+    assert [float(gap) for _, _, gap, _ in steps] == [0.0, 0.0]
+    assert all(-0.5 <= float(reward) <= 1.0 for _, reward, _, _ in steps)
+    assert [re.fullmatch(r"minimal-0-v(\d)-[0-9a-f]{8}", name)[1] for *_, name in steps] == ["1", "2"]
+    assert len({name.rpartition("-")[2] for *_, name in steps}) == 2, "a step that changes nothing repeats the checksum"
+
+
+def rooms_up_to(room: str) -> set[str]:
+    """Rooms on the floor of `room` and below, as the import contract lists them (highest floor first)."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    rooms = [set(re.findall(r"\w+", floor)) for floor in floors]
+    above = list(takewhile(lambda names: room not in names, rooms))
+    return set[str]().union(*rooms[len(above) :])
+
+
+def test_the_one_file_is_short_and_stands_on_low_floors():
+    text = SCRIPT.read_text()
+    assert len(text.splitlines()) <= 200
+    imported = {
+        module
+        for node in ast.walk(ast.parse(text))
+        for module in ([node.module] if isinstance(node, ast.ImportFrom) else [])
+        + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+    }
+    used = {module.split(".")[1] for module in imported if module.startswith("tithe.")}
+    allowed = rooms_up_to(HIGHEST)
+    assert {"trainer", "engines", "models", "types"} <= used
+    assert not {"orchestration", "build", "cli"} & allowed
+    assert used - allowed == set()
+    assert "config" not in used
+
+
+def test_the_run_file_finds_its_data_and_its_reward(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = load_config("examples/own_data.yaml")
+    task = load_task(cfg.task, needs_answer=False)
+    assert (len(task.train), len(task.eval)) == (8, 4)
+    assert task.report.broken == ()
+    grader = Grader(build_reward(cfg.reward, cfg.rl.reward_shaping))
+    for item in (*task.train, *task.eval):
+        right = f"It is {item.answer} {item.extra['unit']}."
+        assert grader.grade(item, right, {"finish": "stop", "token_ids": []}).value == pytest.approx(1.2)
+        assert grader.grade(item, "It is", {"finish": "length", "token_ids": []}).value == pytest.approx(-0.2)
+
+
+def test_the_data_show_both_forms_of_a_prompt():
+    lines = (ROOT / "examples" / "own_data.jsonl").read_text().splitlines()
+    assert len(lines) == 12
+    assert {type(ast.literal_eval(line)["prompt"]) for line in lines} == {str, list}
