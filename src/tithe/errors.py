@@ -123,8 +123,9 @@ class FailureSlot:
 def boundary(cause: FailureCause) -> Iterator[FailureSlot]:
     """Run a block of untrusted work; an exception becomes ``slot.failure`` with one cause.
 
-    This is the only place of the house, metric sinks aside, that catches `Exception`. Cancellation
-    and interpreter exits pass through, because they belong to the run and not to the rollout.
+    This is the only place of the house, metric sinks aside, that catches `Exception`. Cancellation and interpreter
+    exits pass through, because they belong to the run and not to the rollout; so does a `UserError` (a reward function
+    that returns the wrong type, say), because only the user can mend it.
     """
     slot = FailureSlot()
     try:
@@ -133,7 +134,7 @@ def boundary(cause: FailureCause) -> Iterator[FailureSlot]:
         slot.failure = Failure(error.cause, str(error))
     except TimeoutError as error:
         slot.failure = Failure(FailureCause.TIMEOUT, str(error) or "timed out")
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, UserError):
         raise
     except Exception as error:
         slot.failure = Failure(cause, f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tithe.arch import read_checkpoint
 from tithe.build.session import Session
 from tithe.errors import RunError
 from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
@@ -36,10 +37,10 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
     """Score the newest trained groups whose version is still on disk, until there are 2,000 tokens; writes parity.json.
 
     Rollouts that continued over another version's keys and values (`on_publish: keep`) are left out. `cross_check` also
-    scores them with the base held the other way (packed against dequantized). Raises `RunError` when the pool has nothing
-    to compare.
+    scores them with the base held the other way (packed against dequantized). Raises `RunError` when the pool has
+    nothing to compare.
     """
-    by_version = _collect(session, run_dir)
+    by_version = _collect(run_dir)
     if not by_version:
         raise RunError(
             "the pool holds no trained rollouts of a version that is still on disk; nothing can be certified"
@@ -74,7 +75,7 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
     return result
 
 
-def _collect(session: Session, run_dir: Path) -> dict[Path, list[RolloutGroup]]:
+def _collect(run_dir: Path) -> dict[Path, list[RolloutGroup]]:
     """Newest trained groups by the directory of the one version that drew all their tokens."""
     published: dict[tuple[int, int], Path] = {}
     for directory in sorted((run_dir / "adapters").glob("*/")):
@@ -142,7 +143,5 @@ def _lengths(by_version: dict[Path, list[RolloutGroup]]) -> dict[str, int]:
 
 
 def _other_storage(session: Session, options: ModelOptions) -> Decoder:
-    from tithe.arch import read_checkpoint
-
     other = "dequantized" if options.compute == "packed" else "packed"
     return load_model(read_checkpoint(session.base.path), replace(options, compute=other))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from pathlib import Path
 
+from tithe.arch import find_demo_model
 from tithe.build.certificate import certify
 from tithe.build.hooks import Evaluator, Publisher
 from tithe.build.running import run
 from tithe.build.session import Session, open_session, say
 from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
 from tithe.errors import ResumeError
+from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import ServedVersion
+from tithe.pool import PoolReader
+from tithe.renderers import load_renderer
 from tithe.types import GenerateRequest, PolicyVersion, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
@@ -144,29 +149,20 @@ def _certificate_text(result: dict[str, object]) -> str:
 
 
 def _read_groups(run_dir: Path) -> list[RolloutGroup]:
-    from tithe.pool import PoolReader
-
     with PoolReader(run_dir / "pool.sqlite") as reader:
         return reader.groups()
 
 
 def _last_row(run_dir: Path) -> dict[str, float]:
-    from tithe.metrics import read_rows
-
     rows = [r for r in read_rows(run_dir / "metrics.jsonl").rows if "loss" in r]
     return {k: v for k, v in rows[-1].items() if isinstance(v, float)} if rows else {}
 
 
 def _prompt_texts(cfg: RunConfig, groups: list[RolloutGroup]) -> list[str]:
-    from tithe.arch import find_demo_model
-    from tithe.renderers import load_renderer
-
     renderer = load_renderer(Path(cfg.model.path) if cfg.model.path else find_demo_model())
     return [renderer.decode(g.prompt_ids.tolist()) for g in groups]
 
 
 def _memory(run_dir: Path) -> dict[str, object]:
-    import json
-
     memory = json.loads((run_dir / "run.json").read_text())["memory"]
     return {k: memory[k] for k in ("base_resident_bytes", "base_file_bytes", "peak_pss_bytes")}

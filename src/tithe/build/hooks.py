@@ -128,7 +128,6 @@ class Saver:
 
 def train_hooks(publisher: Publisher, evaluator: Evaluator | None, saver: Saver) -> TrainHooks:
     """All of it as the loop takes it; without an evaluator nothing is scored."""
-
     return TrainHooks(
         publish=publisher.publish,
         evaluate=evaluator if evaluator is not None else (lambda _: None),

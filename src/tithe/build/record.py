@@ -23,7 +23,7 @@ def source_commit() -> str | None:
     """The commit of the checkout this package runs from, or None when it is installed or git is absent."""
     here = Path(__file__).resolve().parent
     try:
-        answer = subprocess.run(
+        answer = subprocess.run(  # noqa: S603  fixed arguments
             ["git", "-C", str(here), "rev-parse", "HEAD"],  # noqa: S607
             capture_output=True,
             text=True,

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tithe.advantages import batch_advantages
 from tithe.build.certificate import certify
-from tithe.build.hooks import Evaluator, Publisher, Saver, train_hooks
+from tithe.build.loops import METRICS_FILE, train_and_roll
 from tithe.build.record import RunRecord
 from tithe.build.session import Session, open_session, say
 from tithe.checkpoint import load_checkpoint, select_checkpoint
 from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed
 from tithe.errors import ResumeError, UserError
 from tithe.lora import save_adapter
-from tithe.metrics import FanOut, JsonlSink, TensorBoardSink, read_rows
-from tithe.monitoring import AlarmRules, Alarms, ProgressView, build_report, summary_table
-from tithe.orchestration import (
-    Learner,
-    RolloutCounters,
-    RolloutLoop,
-    RolloutPlan,
-    RunControl,
-    ServedPolicy,
-    StopReason,
-    TrainLoop,
-    TrainOutcome,
-    TrainPlan,
-    run_training,
-    stop_on_signals,
-)
+from tithe.metrics import read_rows
+from tithe.monitoring import build_report, summary_table
+from tithe.orchestration import StopReason, TrainOutcome
 from tithe.pool import Checkpoint, Pool, PromptSource
-from tithe.staleness import Bounds
-from tithe.utils.durable import write_text
-from tithe.weight_sync import DirectoryChannel
+from tithe.utils.durable import remove_directory, write_text
 
 POOL_FILE = "pool.sqlite"
-METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -54,7 +35,8 @@ class Finished:
 
 
 def train(cfg: RunConfig, run_dir: Path) -> dict[str, object]:
-    """Run a configuration in a free directory. Raises `UserError` before anything is written, `RunError` when it fails."""
+    """Run a configuration in a free directory. Raises `UserError` before anything is written, `RunError` when it
+    fails."""
     return run(cfg, run_dir).result
 
 
@@ -78,7 +60,7 @@ def run(
         start = _rewind(session, run_dir, pool) if resuming else None
         record = RunRecord(run_dir, session)
         try:
-            outcome = _loops(session, run_dir, pool, start, record, evaluating=evaluating)
+            outcome = train_and_roll(session, run_dir, pool, start, record, evaluating=evaluating)
         except BaseException as error:
             record.finish("failed", f"{type(error).__name__}: {error}")
             raise
@@ -124,133 +106,6 @@ def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
     return rewind.checkpoint
 
 
-def _loops(
-    session: Session, run_dir: Path, pool: Pool, start: Checkpoint | None, record: RunRecord, *, evaluating: bool
-) -> TrainOutcome:
-    cfg = session.cfg
-    control, counters = RunControl(), RolloutCounters()
-    channel = DirectoryChannel(run_dir / "adapters", cfg.run.name)
-    served = ServedPolicy(control, max_live=cfg.engine.max_live_versions, retire=session.engine.drop_adapter)
-    bounds = Bounds(
-        batch_rollouts=cfg.rl.batch_size_per_update,
-        group_size=cfg.rl.samples_per_prompt,
-        max_lag=cfg.rl.max_policy_update_lag,
-        max_age=cfg.rl.max_sample_age,
-        sync_every=cfg.rl.sync_every,
-    )
-    rollouts = RolloutLoop(
-        pool=pool,
-        items=session.items(),
-        player=session.player,
-        engine=session.engine,
-        served=served,
-        control=control,
-        bounds=bounds,
-        counters=counters,
-        plan=RolloutPlan(
-            session.params,
-            on_publish=cfg.rollout.on_publish,
-            buffer=cfg.rl.rollout_buffer_size,
-            max_running=cfg.engine.max_running,
-            failed_batches=cfg.monitor.failure_batches_alarm,
-        ),
-    )
-    resumed = start is not None or pool.serial > 0
-    lineage = channel.lineage_after_resume(pool.serial) if resumed or channel.newest() is not None else 0
-    evaluator = Evaluator(session, run_dir, control) if evaluating else None
-    with _sinks(cfg, run_dir, pool.serial) as sink:
-        train_loop = TrainLoop(
-            pool=pool,
-            learner=Learner(
-                trainer=session.trainer,
-                lane=session.base.lane,
-                control=control,
-                advantages=lambda groups: batch_advantages(groups, cfg.rl.advantage_scale),
-            ),
-            served=served,
-            control=control,
-            bounds=bounds,
-            counters=counters,
-            sink=Observed(sink, record),
-            lineage=lineage,
-            plan=TrainPlan(
-                max_steps=cfg.run.max_steps,
-                max_minutes=cfg.run.max_minutes,
-                eval_every=cfg.run.eval_every if evaluating else None,
-                checkpoint_every=cfg.run.checkpoint_every,
-                keep_checkpoints=cfg.run.keep_checkpoints,
-                keep_pool_batches=cfg.run.keep_pool_batches,
-                patience=cfg.run.patience,
-            ),
-            hooks=train_hooks(Publisher(session, channel), evaluator, Saver(session, run_dir, channel)),
-        )
-        if start is not None:
-            train_loop.resume_from(start)
-        in_main = threading.current_thread() is threading.main_thread()
-        with stop_on_signals(control) if in_main else nullcontext():
-            return run_training(rollouts, train_loop)
-
-
-class Observed:
-    """Passes rows on and looks at the process's memory at each."""
-
-    def __init__(self, sink: FanOut, record: RunRecord) -> None:
-        self._sink, self._record = sink, record
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Forward one row."""
-        self._record.observe()
-        self._sink.write(step, values)
-
-    def close(self) -> None:
-        """Nothing: the sinks have an owner."""
-
-
-class _Sinks(ExitStack):
-    """The metric sinks of a run, closed together."""
-
-    def __init__(self, cfg: RunConfig, run_dir: Path, serial: int) -> None:
-        super().__init__()
-        m = cfg.monitor
-        jsonl = JsonlSink(run_dir / METRICS_FILE)
-        jsonl.truncate_after(serial)
-        view = ProgressView(
-            cfg.run.max_steps,
-            first_step=serial,
-            deadline_s=None if cfg.run.max_minutes is None else 60 * cfg.run.max_minutes,
-            interval_s=10.0 if m.progress else float("inf"),
-        )
-        self.callback(view.close)
-        rules = AlarmRules(
-            failure_batches=m.failure_batches_alarm,
-            dropped_batches=m.dropped_batches_alarm,
-            zero_reward_batches=m.zero_reward_batches_alarm,
-        )
-        alarms = Alarms(rules, on_alarm=view.alarm)
-        alarms.replay(read_rows(run_dir / METRICS_FILE).rows)
-        sinks: list[Any] = [jsonl, alarms]
-        if m.progress:
-            sinks.append(view)
-        if m.tensorboard:
-            sinks.append(TensorBoardSink(run_dir / "tb", first_step=serial or None, note=view.note))
-        self.fan = FanOut(sinks, report=view.note)
-        self.callback(self.fan.close)
-
-
-def _sinks(cfg: RunConfig, run_dir: Path, serial: int) -> Any:
-    holder = _Sinks(cfg, run_dir, serial)
-    holder.__enter__()
-
-    class _Handle:
-        def __enter__(self) -> FanOut:
-            return holder.fan
-
-        def __exit__(self, *failure: Any) -> None:
-            holder.close()
-
-    return _Handle()
-
-
 def _finish(
     session: Session, run_dir: Path, pool: Pool, outcome: TrainOutcome, record: RunRecord, *, report: bool
 ) -> Finished:
@@ -286,8 +141,6 @@ def _finish(
 def _save_final_adapter(session: Session, run_dir: Path) -> None:
     target = run_dir / "adapter"
     if target.exists():
-        from tithe.utils.durable import remove_directory
-
         remove_directory(target)
     save_adapter(target, session.trainer.adapter_tensors(), session.trainer.spec)
 

@@ -71,8 +71,8 @@ class Session:
 def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path | None = None) -> Session:
     """Load the base, read the task, start graders, make trainer and engine.
 
-    `adapter` (or else `lora.init_from`) is a PEFT directory the policy starts from. Cheap inputs are checked before the base
-    is loaded. Raises `UserError`.
+    `adapter` (or else `lora.init_from`) is a PEFT directory the policy starts from. Cheap inputs are checked
+    before the base is loaded. Raises `UserError`.
     """
     rewards = RewardPool(
         build_reward(cfg.reward, cfg.rl.reward_shaping),

@@ -7,7 +7,9 @@ from tithe.models import PAGE, KVPages, PageAllocator
 
 
 class PromptCache:
-    """Owns all pages. A prompt stays while requests use it, then until its pages are wanted (least recently used first)."""
+    """Owns all pages. A prompt stays while requests use it, then until its pages are wanted (least recently used
+    first).
+    """
 
     def __init__(self, pages: KVPages, *, first_slot: int, slots: int) -> None:
         self.pages = pages

@@ -28,8 +28,8 @@ BASE = LiveVersion("", -1, None)
 class Prompt:
     """A prompt's keys and values under one version, shared by every request with the same (adapter name, tokens).
 
-    Positions below `computed` are in `pages`; `last_x` [H] is the residual row that predicts the first completion token.
-    `slot` is its row of the block table; `users` counts the running requests that read it.
+    Positions below `computed` are in `pages`; `last_x` [H] is the residual row that predicts the first completion
+    token. `slot` is its row of the block table; `users` counts the running requests that read it.
     """
 
     version: LiveVersion
@@ -59,7 +59,8 @@ class Waiting:
 class Running:
     """A request that has begun: lists grow by one per drawn token.
 
-    `computed` positions are in the pages (0 until the prompt is ready). `own` are the pages behind the prompt's shared ones.
+    `computed` positions are in the pages (0 until the prompt is ready). `own` are the pages behind the prompt's shared
+    ones.
     """
 
     request: GenerateRequest

@@ -24,8 +24,8 @@ from tithe.engines.cache import PromptCache
 from tithe.engines.sequences import BASE, LiveVersion, Prompt, Running, Waiting, completion, refuse, resolve
 from tithe.errors import AdapterError, EngineError
 from tithe.models import PAGE, Decoder, Draws, ForwardPlan, Head, KVPages, Lane
-from tithe.types import Completion, FinishReason, GenerateRequest
-from tithe.weight_sync import compare_probe, load_published
+from tithe.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from tithe.weight_sync import Probe, compare_probe, load_published
 
 OnPublish = Literal["finish", "recompute", "keep"]
 
@@ -34,8 +34,8 @@ class SharedEngine:
     """A `RolloutEngine` on a decoder's lane. Public methods are safe from any thread; pages, plan and lists of running
     requests are touched on the lane only.
 
-    `on_publish` says what happens to requests without an adapter's name when another version is served: `finish` keeps the
-    version they began with, `recompute` rebuilds their keys and values, `keep` continues over the old ones.
+    `on_publish` says what happens to requests without an adapter's name when another version is served: `finish` keeps
+    the version they began with, `recompute` rebuilds their keys and values, `keep` continues over the old ones.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SharedEngine:
         self.pages = KVPages(decoder.spec, pages, operand)
         # a slot per prompt that may be in use, as many idle ones, and one for scoring
         self._cache = PromptCache(self.pages, first_slot=max_running, slots=2 * max_running + 1)
-        self._rows = max(max_running, prefill_tokens)
+        self._prefill_tokens, self._rows = prefill_tokens, max(max_running, prefill_tokens)
         self._plan = ForwardPlan(
             decoder,
             self.pages,
@@ -72,6 +72,7 @@ class SharedEngine:
         self._running: list[Running] = []
         self._slots = list(range(max_running - 1, -1, -1))
         self._live: dict[str, LiveVersion] = {}
+        self._dropped: set[LiveVersion] = set()  # still in use by requests that began on them
         self._served = BASE
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
@@ -127,8 +128,11 @@ class SharedEngine:
                 seq.cancelled = seq.cancelled or seq.request.params.group == group
             gone = [w for w in self._waiting if w.request.params.group == group]
             self._waiting = deque(w for w in self._waiting if w.request.params.group != group)
+            self._idle.notify_all()
         for w in gone:
             resolve(w.future, completion([], [], [], [], FinishReason.CANCELLED))
+        if gone:
+            self.lane.submit(self._forget_unused)
         self.lane.wake()
 
     def drain(self, timeout_s: float) -> bool:
@@ -143,7 +147,7 @@ class SharedEngine:
                 **self._counts,
                 "running": float(len(self._running)),
                 "waiting": float(len(self._waiting)),
-                "live_versions": float(len(self._live)),
+                "live_versions": float(len(self._live) + len(self._dropped)),
                 "kv_pages_free": float(self._cache.allocator.free),
                 "kv_pages": float(self.pages.pages),
                 "kv_bytes": float(self.pages.n_bytes),
@@ -154,8 +158,8 @@ class SharedEngine:
     def load_adapter(self, directory: Path) -> str:
         """Read, check, load and prove a published version, then serve it; blocks until done.
 
-        Raises `AdapterError` (files, names, base, numeric mode), `PublishRefused` (probe) or `EngineError` (too many live
-        versions); the served version is then unchanged.
+        Raises `AdapterError` (files, names, base, numeric mode), `PublishRefused` (probe) or `EngineError` (too many
+        live versions, a probe that the engine cannot hold); the served version is then unchanged.
         """
         manifest, tensors, spec = load_published(directory, self.decoder.linear_shapes())
         if manifest.base_checksum != self.decoder.checksum:
@@ -163,36 +167,42 @@ class SharedEngine:
         mode = self.decoder.options.numeric_mode
         if manifest.numeric_mode != mode:
             raise AdapterError(
-                f"{manifest.name} was trained under {manifest.numeric_mode} and this engine computes under {mode}, which "
-                f"is another policy: set model.base_dtype and model.compute_dtype as in training"
+                f"{manifest.name} was trained under {manifest.numeric_mode} and this engine computes under {mode}, "
+                f"which is another policy: set model.base_dtype and model.compute_dtype as in training"
             )
         with self._lock:
             if len(self._live) >= self._max_live and manifest.name not in self._live:
                 raise EngineError(f"{len(self._live)} versions are live, engine.max_live_versions is {self._max_live}")
-        version = LiveVersion(manifest.name, manifest.version.serial, self.decoder.build_adapter(tensors, spec))
-
-        def prove_and_serve() -> None:
-            prompt, target = manifest.probe.prompt_ids, manifest.probe.completion_ids
-            served = self._served
-            answer = self._score(version, prompt, target)
-            previous = None if served is BASE else self._score(served, prompt, target)
-            verdict = compare_probe(manifest.probe, answer, previous, self._score(BASE, prompt, target))
-            if not verdict.ok:
-                self._forget(version)
-            verdict.require(manifest.name)
-            self._serve(version)
-
-        self.lane.call(prove_and_serve)
+            version = self._live.get(manifest.name)
+        if version is None:  # else the very same version, which may have requests: proved again, not held twice
+            version = LiveVersion(manifest.name, manifest.version.serial, self.decoder.build_adapter(tensors, spec))
+        self.lane.call(self._prove_and_serve, manifest.probe, version)
         return manifest.name
 
+    def _prove_and_serve(self, probe: Probe, version: LiveVersion) -> None:
+        prompt, target = probe.prompt_ids, probe.completion_ids
+        served = self._served
+        try:
+            answer = self._score(version, prompt, target)
+            previous = None if served is BASE else self._score(served, prompt, target)
+            compare_probe(probe, answer, previous, self._score(BASE, prompt, target)).require(version.name)
+        except BaseException:
+            if version.name not in self._live:
+                self._forget(version)
+            raise
+        self._serve(version)
+
     def drop_adapter(self, name: str) -> None:
-        """Forget a version: new requests for it are refused, running ones finish. The served version cannot be dropped."""
+        """Forget a version: new requests for it are refused, running ones finish, and its pages go with the last. The
+        served version cannot be dropped.
+        """
         with self._lock:
             version = self._live.get(name)
             if version is None or version is self._served:
                 return
             del self._live[name]
-        self.lane.submit(self._forget_when_unused, version)
+            self._dropped.add(version)
+        self.lane.submit(self._forget_unused)
 
     def score(self, adapter: str | None, prompt: Sequence[int], target: Sequence[int]) -> list[float]:
         """log-probs at T = 1 of given completion tokens, through the prompt cache and pages that serve requests."""
@@ -216,6 +226,7 @@ class SharedEngine:
                 seq.version = version
             else:
                 self._rebuild(seq, version)
+        self._forget_unused()
 
     def _rebuild(self, seq: Running, version: LiveVersion) -> None:
         """Start a running request's keys and values again under another version; its tokens stay.
@@ -228,12 +239,14 @@ class SharedEngine:
             seq.version, seq.computed = version, 0
             seq.prompt, seq.own = got
 
-    def _forget_when_unused(self, version: LiveVersion) -> None:
+    def _forget_unused(self) -> None:
+        """On the lane: let go of dropped versions whose last request has ended."""
         with self._lock:
-            used = any(s.version is version for s in self._running) or any(w.version is version for w in self._waiting)
-        if used:
-            return  # its prompts and launches go when a later drop or version change finds it unused
-        self._forget(version)
+            used = {request.version for request in (*self._running, *self._waiting)}
+            gone = self._dropped - used
+            self._dropped -= gone
+        for version in gone:
+            self._forget(version)
 
     def _forget(self, version: LiveVersion) -> None:
         self._cache.drop_version(version)
@@ -255,6 +268,7 @@ class SharedEngine:
         for seq in running:
             self._cache.release(seq.prompt, seq.own)
             self._slots.append(seq.slot)
+        self._forget_unused()
         for request in (*running, *waiting):
             refuse(request.future, EngineError(f"the engine failed: {error!r}"))
         with self._idle:
@@ -262,8 +276,12 @@ class SharedEngine:
 
     def tick(self) -> None:
         """Admit, prefill some, compute one position of every running request, draw, finish."""
+        self._advance(admitting=True)
+
+    def _advance(self, *, admitting: bool) -> None:
         self._finish([s for s in self._running if s.cancelled or s.future.cancelled()], FinishReason.CANCELLED)
-        self._admit()
+        if admitting:
+            self._admit()
         started = time.perf_counter()
         prefilled = self._prefill()
         middle = time.perf_counter()
@@ -280,18 +298,18 @@ class SharedEngine:
                 if not self._waiting:
                     return
                 w = self._waiting[0]
-                before = len(self._cache)
                 got = self._cache.acquire(w.version, w.request.prompt_ids, self._own_pages(w.request))
                 if got is None:
                     return  # pages come back when running requests finish
                 self._waiting.popleft()
                 prompt, own = got
-                self._counts["prompt_misses" if len(self._cache) > before else "prompt_hits"] += 1
+                is_new = prompt.computed == 0 and prompt.users == 1
+                self._counts["prompt_misses" if is_new else "prompt_hits"] += 1
                 self._running.append(Running(w.request, w.future, w.version, self._slots.pop(), prompt, own))
 
     def _prefill(self) -> int:
-        """Compute prompts, at most `_rows` rows; a longer prompt continues in the next tick."""
-        room = self._rows
+        """Compute prompts, at most `_prefill_tokens` rows; a longer prompt continues in the next tick."""
+        room = self._prefill_tokens
         work: list[Work[Prompt]] = []
         for prompt in self._cache.unready():
             if room == 0:
@@ -307,7 +325,7 @@ class SharedEngine:
             prompt.computed += len(done.tokens)
             if prompt.computed == len(prompt.tokens):
                 prompt.last_x = x.clone()
-        return self._rows - room
+        return self._prefill_tokens - room
 
     def _decode_step(self) -> int:
         """Draw one token for every request whose positions are all computed. Returns how many were drawn."""
@@ -386,17 +404,31 @@ class SharedEngine:
             self._cache.release(seq.prompt, seq.own)
             self._slots.append(seq.slot)
             resolve(seq.future, seq.completion(reason))
+        if self._dropped:
+            self._forget_unused()
         with self._idle:
             self._idle.notify_all()
 
     # ------------------------------------------------------------------ scoring
 
     def _score(self, version: LiveVersion, prompt: tuple[int, ...], target: tuple[int, ...]) -> list[float]:
-        """On the lane: teacher-forced log-probs at T = 1 over the prompt cache's own entry."""
-        own_pages = -(-(len(prompt) + len(target)) // PAGE) - len(prompt) // PAGE
-        got = self._cache.acquire(version, prompt, own_pages)
-        if got is None:
-            raise EngineError("no KV pages are free for scoring: raise engine.kv_memory_mib")
+        """On the lane: teacher-forced log-probs at T = 1 over the prompt cache's own entry.
+
+        While pages are wanting no request begins, and those that run go on until they give theirs back.
+        """
+        request = GenerateRequest(prompt, SamplingParams(max_new_tokens=len(target)))
+        problem = self._problem(request)
+        if problem is not None or not all(0 <= token < self.decoder.n_tokens for token in target):
+            raise EngineError(f"cannot score: {problem or 'a target token lies outside the vocabulary'}")
+        got = self._cache.acquire(version, prompt, self._own_pages(request))
+        while got is None:
+            assert self._running, "idle prompts give their pages back, so only running requests hold any"
+            try:
+                self._advance(admitting=False)
+            except BaseException as error:
+                self.fail(error)
+                raise
+            got = self._cache.acquire(version, prompt, self._own_pages(request))
         entry, own = got
         try:
             while not entry.ready:

@@ -1,4 +1,5 @@
-"""The frozen base in memory and everything that computes on it: loading, forward, heads, training passes, pages, the lane."""
+"""The frozen base in memory and everything that computes on it: loading, forward, heads, training passes, pages,
+the lane."""
 
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
@@ -13,8 +14,8 @@ from tithe.models.train_adapter import AdapterGradients, TrainAdapter
 from tithe.models.training import Capacity, TrainPass, norm_backward
 
 __all__ = [
-    "AdapterGradients",
     "PAGE",
+    "AdapterGradients",
     "Capacity",
     "Decoder",
     "Drawn",

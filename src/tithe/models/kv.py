@@ -51,8 +51,8 @@ class KVPages:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory page by page as they are written. (Zeroed at all: a page is read whole, and 0 · NaN would leak
-    from rows that are masked.)"""
+    """Zeros that take memory page by page as they are written. (Zeroed at all: a page is read whole, and 0 · NaN
+    would leak from rows that are masked.)"""
     element = np.uint16 if dtype == torch.bfloat16 else np.float32
     return torch.from_numpy(np.zeros(shape, element)).view(dtype)
 

@@ -5,8 +5,8 @@ produces      results, as futures
 waits for     a job or an engine with work
 unblocked by  `submit`, `call`, `wake`
 
-Jobs run in the order they came; between two jobs every engine with work gets one tick, so that neither starves. The order
-changes when something is computed, never what: rows do not depend on what else runs.
+Jobs run in the order they came; between two jobs every engine with work gets one tick, so that neither starves.
+The order changes when something is computed, never what: rows do not depend on what else runs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from tithe.models.linear import Linear, Site, fuse
 from tithe.models.options import ModelOptions
 from tithe.models.rope import rope_tables
 from tithe.quant import PackedMatrix, pack_dense, pack_int4, pack_int8
-from tithe.quant.formats import GroupedIntegers
 from tithe.quant.reference import dequantize, quantize_int4, quantize_int8
 from tithe.quant.repack import REPACKED, repack
 
@@ -149,7 +148,8 @@ class _Loader:
         return packed
 
     def _note_error(self, packed: PackedMatrix, raw: np.ndarray, kind: TensorFormat) -> None:
-        """Keep max |W̃ − file|. Rounding is relative, so a bound from the largest scale lets most matrices be skipped."""
+        """Keep max |W̃ − file|. Rounding is relative, so a bound from the largest scale lets most matrices be
+        skipped."""
         if packed.scale is not None:
             zero = 0.0 if packed.zero is None else float(packed.zero.abs().max())
             largest = float(packed.scale.abs().max()) * (15 if packed.zero is not None else 128) + zero

@@ -17,8 +17,8 @@ from tithe.quant.matrix import pack_transposed
 
 @dataclass(frozen=True, eq=False)
 class TrainSite:
-    """One adapted linear: Aᵀ and Bᵀ in the published cast, in kernel layout. `start` and `rank` place it in u (rank is made
-    even by zeros)."""
+    """One adapted linear: Aᵀ and Bᵀ in the published cast, in kernel layout. `start` and `rank` place it in u
+    (rank is made even by zeros)."""
 
     site: Site
     a_transposed: PackedMatrix

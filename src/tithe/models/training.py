@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tithe.errors import ModelError
-from tithe.models.decoder import Decoder, ModelAdapter, padded
+from tithe.models.decoder import Decoder, padded
 from tithe.models.dropout import AdapterDropout
 from tithe.models.forward import PLACES, ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, norm_step
 from tithe.models.gradients import (
@@ -274,8 +274,8 @@ class TrainPass:
     # ------------------------------------------------------------------ linears and their adapters
 
     def _linear_backward(self, i: int, place: str, linear: Linear, dy: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(du, d_input): du = dy·B for all sites of the place side by side (operand, unscaled; None without an adapter),
-        d_input = dy·W̃ + scale·du·A, float32 [R, in]."""
+        """(du, d_input): du = dy·B for all sites of the place side by side (operand, unscaled; None without an
+        adapter), d_input = dy·W̃ + scale·du·A, float32 [R, in]."""
         assert self._adapter is not None
         d_input = torch.empty(dy.shape[0], linear.columns)
         start = 0

@@ -14,8 +14,8 @@ class TrainerSettings:
     """Objective, optimizer and memory. Names are those of the configuration's `rl` and `optimizer`.
 
     `norm_tokens` is the constant length of `seq_mean_token_sum_norm` (rollout.max_new_tokens), `kl_coef` weighs the k3
-    estimate in the loss or, with `kl_placement` reward, the per-token k1 penalty on the advantage. `total_steps` shapes the
-    schedule. `micro_batch_tokens` bounds the rows of a micro-batch, the trainer's peak memory.
+    estimate in the loss or, with `kl_placement` reward, the per-token k1 penalty on the advantage. `total_steps`
+    shapes the schedule. `micro_batch_tokens` bounds the rows of a micro-batch, the trainer's peak memory.
     """
 
     algorithm: str

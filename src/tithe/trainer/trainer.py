@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tithe.advantages import with_kl_penalty
 from tithe.errors import ResumeError
+from tithe.lora import LoraSpec
 from tithe.losses import (
     LOSSES,
     Denominators,
@@ -23,7 +24,6 @@ from tithe.losses import (
     denominators,
     summarize,
 )
-from tithe.lora import LoraSpec
 from tithe.models import AdapterGradients, Decoder, TrainAdapter
 from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.passes import Passes

@@ -144,7 +144,8 @@ class Rollout:
 class RolloutGroup:
     """All samples of one prompt. `group_id` is unique in a run and is what groups rewards (never the prompt's text).
 
-    `admitted_serial` is the serial the group was admitted under; `min_serial` the oldest token's, which decides its age.
+    `admitted_serial` is the serial the group was admitted under; `min_serial` the oldest token's, which decides
+    its age.
 
     >>> r = Rollout(0, np.array([5, 2], np.int32), np.ones(2, bool), np.zeros(2, np.float32), np.zeros(2, np.float32),
     ...             np.array([4, 3], np.int32), 1.0, FinishReason.STOP, reward=1.0)

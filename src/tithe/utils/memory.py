@@ -20,8 +20,8 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def keep_large_blocks() -> bool:
-    """Reuse freed large blocks instead of returning them: mapping and zeroing pages for every temporary tensor costs more
-    system time than its arithmetic. True when the allocator took the settings."""
+    """Reuse freed large blocks instead of returning them: mapping and zeroing pages for every temporary tensor
+    costs more system time than its arithmetic. True when the allocator took the settings."""
     libc = _libc()
     if libc is None:
         return False
