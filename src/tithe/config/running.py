@@ -73,13 +73,14 @@ class RunSettings(Section):
     """Complete checkpoints kept; older ones are deleted only after a newer one is durable."""
 
     keep_pool_batches: int = Field(default=200, ge=1)
-    """Trained batches whose rollouts stay in the pool database; older rows are deleted. At least `checkpoint_every` x
-    `keep_checkpoints`, because a resume trains the rows after its checkpoint again."""
+    """Trained batches whose tokens and log-probs stay in the pool database; of older ones only text and rewards do. At
+    least `checkpoint_every` x `keep_checkpoints`, because a resume trains the rows after its checkpoint again."""
 
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$", json_schema_extra={"allowed": "cpu, cuda, or cuda:N"}
     )
-    """Where the base lives and computes."""
+    """Where the base lives and computes. The kernels of this version run on processors: any other device is refused
+    when the base is loaded."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
     """Threads for arithmetic. `null` takes every core this process may use."""
