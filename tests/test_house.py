@@ -20,9 +20,10 @@ CODE = sorted(
 )
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_LOOP_LINES = 80
-LOOPS: set[str] = set()
-"""Long-running loops (`file:function`) that may have up to 80 lines, because they read best in one piece."""
+MAX_LINES_IN_ONE_PIECE = 80
+IN_ONE_PIECE = {"src/tithe/models/vector_tile.py:_make", "src/tithe/quant/tile.py:make_tile"}
+"""Functions (`file:function`) that may have up to 80 lines because they read best in one piece: long-running loops, and
+generators of LLVM code, whose closures share what is known when they are made. The tests' fakes may, too."""
 
 MAY_CATCH_EVERYTHING = {"src/tithe/errors.py", "src/tithe/metrics/sinks.py", "src/tithe/models/lane.py"}
 """`errors.boundary`, the metric sinks, and the lane, which hands a job's exception to the future that waits for it.
@@ -52,15 +53,16 @@ def test_a_function_fits_on_a_screen():
     for path in CODE:
         for node in functions(path):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            bound = MAX_LOOP_LINES if f"{name(path)}:{node.name}" in LOOPS else MAX_FUNCTION_LINES
+            longer = f"{name(path)}:{node.name}" in IN_ONE_PIECE or name(path).startswith("tests/")
+            bound = MAX_LINES_IN_ONE_PIECE if longer else MAX_FUNCTION_LINES
             if lines > bound:
                 too_long.append(f"{name(path)}:{node.lineno} {node.name} has {lines} lines")
     assert too_long == []
 
 
-def test_every_listed_loop_exists():
+def test_every_listed_long_function_exists():
     present = {f"{name(path)}:{node.name}" for path in CODE for node in functions(path)}
-    assert present >= LOOPS
+    assert present >= IN_ONE_PIECE
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
@@ -98,15 +100,21 @@ def test_no_path_of_one_machine_is_in_the_tree():
     assert found == []
 
 
+ASSERTS = re.compile(r"Assert\(|raises|warns|assert_|check|suppress")
+
+
 def test_every_test_asserts_something():
+    """By itself, or through a helper of its own file that does."""
     silent = []
     for path in CODE:
         if not path.name.startswith("test_"):
             continue
-        for node in functions(path):
-            text = ast.dump(node)
-            if node.name.startswith("test_") and not re.search(r"Assert\(|raises|warns|assert_|check|suppress", text):
-                silent.append(f"{name(path)}:{node.lineno} {node.name}")
+        texts = {node.name: ast.dump(node) for node in functions(path)}
+        helpers = [called for called, text in texts.items() if not called.startswith("test_") and ASSERTS.search(text)]
+        for called, text in texts.items():
+            through_helper = any(f"Name(id='{helper}'" in text for helper in helpers)
+            if called.startswith("test_") and not (ASSERTS.search(text) or through_helper):
+                silent.append(f"{name(path)}: {called}")
     assert silent == []
 
 
