@@ -26,7 +26,7 @@ from tithe.orchestration import Learner, RunControl
 from tithe.types import Completion, GenerateRequest, PolicyVersion, Rollout, RolloutGroup, SamplingParams
 from tithe.weight_sync import DirectoryChannel
 
-FIXED_COMPUTE = "dequantized"
+FIXED_COMPUTE = "packed"
 FIXED_COMPUTE_DTYPE = "bf16"
 """The configuration that all of Tithe's figures are quoted for; the other storage is reported beside it."""
 
