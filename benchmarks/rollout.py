@@ -1,7 +1,7 @@
 """Sampling speed: 64 distinct prompts of about 60 tokens, 64 new tokens each, prefill included.
 
 Tithe samples at T = 1 with log-probs and a LoRA adapter (r 32, seven linears), end-of-sequence ignored, in its fixed
-configuration and with the base stored the other way; Hugging Face `generate` samples at T = 1 in BF16 without an adapter.
+configuration and with the base stored the other way; Hugging Face `generate` samples at T = 1 in BF16, no adapter.
 
     python -m benchmarks.rollout --json
 
