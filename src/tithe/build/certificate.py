@@ -59,7 +59,7 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
         "base_dtype": options.base_dtype,
         "attention": "pages of 16 keys, one row at a time",
         "numeric_mode": options.numeric_mode,
-        "optimizer_steps": session.trainer.optimizer_step,
+        "optimizer_steps": max(read_manifest(directory).optimizer_step for directory in by_version),
         "versions": len(by_version),
         "groups": sum(len(groups) for groups in by_version.values()),
         "lengths": _lengths(by_version),

@@ -9,10 +9,18 @@ from tithe.config.schema import RunConfig
 
 DEMO_OVERRIDES: tuple[str, ...] = (
     "run.name=demo",
-    "run.max_steps=15",
-    "run.max_minutes=8",
-    "run.eval_every=5",
-    "run.checkpoint_every=5",
+    "run.max_steps=20",
+    "run.max_minutes=7",
+    "run.eval_every=10",
+    "run.checkpoint_every=10",
+    "task.source=products",
+    "rollout.max_new_tokens=32",
+    "rollout.max_prompt_tokens=128",
+    "model.max_context=256",
+    "optimizer.lr=3e-4",
+    "rl.micro_batch_tokens=640",
+    "engine.prefill_tokens_per_tick=512",
+    "engine.kv_memory_mib=256",
 )
 """Applied before the user's own overrides, which win."""
 

@@ -1,0 +1,156 @@
+"""The two loops of a run, wired to a session's objects and to the sinks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from tithe.advantages import batch_advantages
+from tithe.build.hooks import Evaluator, Publisher, Saver, train_hooks
+from tithe.build.record import RunRecord
+from tithe.build.session import Session
+from tithe.config import RunConfig
+from tithe.metrics import FanOut, JsonlSink, TensorBoardSink, read_rows
+from tithe.monitoring import AlarmRules, Alarms, ProgressView
+from tithe.orchestration import (
+    Learner,
+    RolloutCounters,
+    RolloutLoop,
+    RolloutPlan,
+    RunControl,
+    ServedPolicy,
+    TrainLoop,
+    TrainOutcome,
+    TrainPlan,
+    run_training,
+    stop_on_signals,
+)
+from tithe.pool import Checkpoint, Pool
+from tithe.staleness import Bounds
+from tithe.types import MetricSink
+from tithe.weight_sync import DirectoryChannel
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def train_and_roll(
+    session: Session, run_dir: Path, pool: Pool, start: Checkpoint | None, record: RunRecord, *, evaluating: bool
+) -> TrainOutcome:
+    """Run both loops to the end. `start` is the checkpoint a resume goes on from. Raises what a loop failed with."""
+    cfg, control, counters = session.cfg, RunControl(), RolloutCounters()
+    channel = DirectoryChannel(run_dir / "adapters", cfg.run.name)
+    served = ServedPolicy(control, max_live=cfg.engine.max_live_versions, retire=session.engine.drop_adapter)
+    rollouts = RolloutLoop(
+        pool=pool,
+        items=session.items(),
+        player=session.player,
+        engine=session.engine,
+        served=served,
+        control=control,
+        bounds=_bounds(cfg),
+        counters=counters,
+        plan=_rollout_plan(session),
+    )
+    evaluator = Evaluator(session, run_dir, control) if evaluating else None
+    with _sinks(cfg, run_dir, pool.serial) as sink:
+        train_loop = TrainLoop(
+            pool=pool,
+            learner=Learner(
+                trainer=session.trainer,
+                lane=session.base.lane,
+                control=control,
+                advantages=lambda groups: batch_advantages(groups, cfg.rl.advantage_scale),
+            ),
+            served=served,
+            control=control,
+            bounds=_bounds(cfg),
+            counters=counters,
+            sink=_Observed(sink, record),
+            lineage=channel.lineage_after_resume(pool.serial) if channel.newest() is not None else 0,
+            plan=_train_plan(cfg, evaluating=evaluating),
+            hooks=train_hooks(Publisher(session, channel), evaluator, Saver(session, run_dir, channel)),
+        )
+        if start is not None:
+            train_loop.resume_from(start)
+        in_main = threading.current_thread() is threading.main_thread()
+        with stop_on_signals(control) if in_main else nullcontext():
+            return run_training(rollouts, train_loop)
+
+
+def _bounds(cfg: RunConfig) -> Bounds:
+    return Bounds(
+        batch_rollouts=cfg.rl.batch_size_per_update,
+        group_size=cfg.rl.samples_per_prompt,
+        max_lag=cfg.rl.max_policy_update_lag,
+        max_age=cfg.rl.max_sample_age,
+        sync_every=cfg.rl.sync_every,
+    )
+
+
+def _rollout_plan(session: Session) -> RolloutPlan:
+    cfg = session.cfg
+    return RolloutPlan(
+        session.params,
+        on_publish=cfg.rollout.on_publish,
+        buffer=cfg.rl.rollout_buffer_size,
+        max_running=cfg.engine.max_running,
+        failed_batches=cfg.monitor.failure_batches_alarm,
+    )
+
+
+def _train_plan(cfg: RunConfig, *, evaluating: bool) -> TrainPlan:
+    run = cfg.run
+    return TrainPlan(
+        max_steps=run.max_steps,
+        max_minutes=run.max_minutes,
+        eval_every=run.eval_every if evaluating else None,
+        checkpoint_every=run.checkpoint_every,
+        keep_checkpoints=run.keep_checkpoints,
+        keep_pool_batches=run.keep_pool_batches,
+        patience=run.patience,
+    )
+
+
+class _Observed:
+    """Passes rows on and looks at the process's memory at each."""
+
+    def __init__(self, sink: MetricSink, record: RunRecord) -> None:
+        self._sink, self._record = sink, record
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._record.observe()
+        self._sink.write(step, values)
+
+    def close(self) -> None:
+        """Nothing: the sinks have an owner."""
+
+
+@contextmanager
+def _sinks(cfg: RunConfig, run_dir: Path, serial: int) -> Iterator[FanOut]:
+    """The metric sinks of a run, closed together; rows after `serial` are of batches that are trained again."""
+    monitor, run = cfg.monitor, cfg.run
+    jsonl = JsonlSink(run_dir / METRICS_FILE)
+    jsonl.truncate_after(serial)
+    view = ProgressView(
+        run.max_steps, first_step=serial, deadline_s=None if run.max_minutes is None else 60 * run.max_minutes
+    )
+    rules = AlarmRules(
+        failure_batches=monitor.failure_batches_alarm,
+        dropped_batches=monitor.dropped_batches_alarm,
+        zero_reward_batches=monitor.zero_reward_batches_alarm,
+    )
+    alarms = Alarms(rules, on_alarm=view.alarm)
+    alarms.replay(read_rows(run_dir / METRICS_FILE).rows)
+    sinks: list[MetricSink] = [jsonl, alarms]
+    if monitor.progress:
+        sinks.append(view)
+    if monitor.tensorboard:
+        sinks.append(TensorBoardSink(run_dir / "tb", first_step=serial or None, note=view.note))
+    fan = FanOut(sinks, report=view.note)
+    try:
+        yield fan
+    finally:
+        fan.close()
+        view.close()
