@@ -186,7 +186,7 @@ class RlSettings(Section):
     """Rollouts that may wait in the pool, finished or being drawn, untrained. A multiple of `samples_per_prompt` and
     at least one batch. The sampler pauses when it is full."""
 
-    micro_batch_tokens: int = Field(default=4096, ge=16)
+    micro_batch_tokens: int = Field(default=640, ge=16)
     """Token rows per forward and backward, prompts counted once per group. Fewer saves memory; the gradient stays the
     same, because denominators are global. One longer rollout makes a micro-batch of its own."""
 
