@@ -168,7 +168,7 @@ class Rig:
         self.trainer = trainer(self.decoder, self.settings, size=0.0)
         self.channel = DirectoryChannel(self.root / "adapters", "rig")
         self.serial = 0
-        self._parent: tuple[str, list[float]] | None = None
+        self._parent_logp: tuple[float, ...] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -178,34 +178,36 @@ class Rig:
 
     # ------------------------------------------------------------------ versions
 
-    def write(self, tensors: Mapping[str, Tensor] | None = None, **changes: Any) -> Path:
-        """Publish on disk only. `changes` replace manifest fields."""
+    def write(self, tensors: Mapping[str, Tensor] | None = None, *, probe: Probe | None = None, **changes: Any) -> Path:
+        """Publish on disk only, with an honest probe unless one is given. `changes` replace manifest fields."""
         tensors = self.trainer.adapter_tensors() if tensors is None else dict(tensors)
+        fields: dict[str, Any] = {
+            "lora": self.trainer.spec,
+            "parent": f"v{self.serial - 1}" if self.serial else None,
+            "optimizer_step": self.trainer.optimizer_step,
+            "base_checksum": self.decoder.checksum,
+            "numeric_mode": self.decoder.options.numeric_mode,
+            "probe": self._probe(tensors) if probe is None else probe,
+        }
+        version = PolicyVersion(0, self.serial)
+        self.serial += 1
+        return self.channel.publish(version, tensors, manifest_fields(**{**fields, **changes}))
 
+    def _probe(self, tensors: Mapping[str, Tensor]) -> Probe:
         def score(masters: Mapping[str, Tensor]) -> list[float]:
             spec = self.trainer.spec
             return probe_logp(self.decoder, self.trainer.passes, PROBE_PROMPT, PROBE_TARGET, masters, spec)
 
         logp = self.lane.call(score, tensors)
         shaken = self.lane.call(score, perturbed(tensors))
-        parent, self._parent = self._parent, (f"v{self.serial}", logp)
-        fields: dict[str, Any] = {
-            "lora": self.trainer.spec,
-            "parent": None if parent is None else parent[0],
-            "optimizer_step": self.trainer.optimizer_step,
-            "base_checksum": self.decoder.checksum,
-            "numeric_mode": self.decoder.options.numeric_mode,
-            "probe": Probe(
-                token_ids=(*PROBE_PROMPT, *PROBE_TARGET),
-                prompt_len=len(PROBE_PROMPT),
-                logp=tuple(logp),
-                noise_floor=max(abs(a - b) for a, b in zip(logp, shaken, strict=True)),
-                parent_logp=None if parent is None else tuple(parent[1]),
-            ),
-        }
-        version = PolicyVersion(0, self.serial)
-        self.serial += 1
-        return self.channel.publish(version, tensors, manifest_fields(**{**fields, **changes}))
+        parent, self._parent_logp = self._parent_logp, tuple(logp)
+        return Probe(
+            token_ids=(*PROBE_PROMPT, *PROBE_TARGET),
+            prompt_len=len(PROBE_PROMPT),
+            logp=tuple(logp),
+            noise_floor=max(abs(a - b) for a, b in zip(logp, shaken, strict=True)),
+            parent_logp=parent,
+        )
 
     def publish(self, tensors: Mapping[str, Tensor] | None = None) -> str:
         """Publish the trainer's adapter (or the given one) and have the engine prove and serve it."""

@@ -93,12 +93,10 @@ class Trainer:
         started = time.perf_counter()
         settings = self.settings
         reference = self.passes.score(micro, None) if settings.kl_coef > 0 else None
-        seed = (settings.seed * 1_000_003 + self.optimizer_step) * 4_099 + self._micro_index
+        seed = self._dropout_seed() if settings.dropout > 0 else None
         self._micro_index += 1
         bonus = settings.loss.entropy_coef > 0
-        scored, rows = self.passes.forward(
-            micro, self._adapter, dropout_seed=seed if settings.dropout > 0 else None, entropy_gradient=bonus
-        )
+        scored, rows = self.passes.forward(micro, self._adapter, dropout_seed=seed, entropy_gradient=bonus)
         logp = torch.from_numpy(scored.logp).requires_grad_()
         entropy = torch.from_numpy(scored.entropy).requires_grad_(bonus)
         output = LOSSES[settings.algorithm](self._loss_input(micro, logp, entropy, reference), settings.loss)
@@ -111,6 +109,11 @@ class Trainer:
         self._metrics.append(output.metrics)
         self._loss += float(output.loss.detach())
         self._train_s += time.perf_counter() - started
+
+    def _dropout_seed(self) -> int:
+        """32 bits that follow (run seed, step, micro-batch), for run seeds of any size."""
+        place = (self.settings.seed, self.optimizer_step, self._micro_index)
+        return int(np.random.SeedSequence(place).generate_state(1)[0])
 
     def _loss_input(
         self, micro: MicroBatch, logp: Tensor, entropy: Tensor, reference: np.ndarray | None
@@ -187,25 +190,30 @@ class Trainer:
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
         """Take back what `state_tensors` and `state` gave, bit for bit. Raises `ResumeError` naming what is missing."""
         adapter = {n.removeprefix("adapter/"): t for n, t in tensors.items() if n.startswith("adapter/")}
-        if set(adapter) != set(self._masters):
-            odd = sorted(set(adapter) ^ set(self._masters))
+        if {n: t.shape for n, t in adapter.items()} != {n: m.shape for n, m in self._masters.items()}:
+            known = {n: m.shape for n, m in self._masters.items()}
+            odd = sorted(n for n in adapter.keys() | known if n not in adapter or known.get(n) != adapter[n].shape)
             raise ResumeError(f"the checkpoint's adapter has other tensors than this run: {', '.join(odd[:4])}")
+        moments = self._moments(tensors) if state["adam_step"] > 0 else {}
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(adapter[name])
         self._optimizer.state.clear()
-        if state["adam_step"] > 0:
-            for name, master in self._masters.items():
-                keys = {key: f"optimizer/{key}/{name}" for key in ("exp_avg", "exp_avg_sq")}
-                missing = [k for k in keys.values() if k not in tensors]
-                if missing:
-                    raise ResumeError(f"the checkpoint lacks optimizer state: {missing[0]}")
-                self._optimizer.state[master] = {
-                    "step": torch.tensor(float(state["adam_step"])),
-                    **{key: tensors[k].clone() for key, k in keys.items()},
-                }
+        for name, own in moments.items():
+            self._optimizer.state[self._masters[name]] = {"step": torch.tensor(float(state["adam_step"])), **own}
         self.optimizer_step = state["optimizer_step"]
         self._rebuild()
+
+    def _moments(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Adam's state of every master, copied."""
+        moments: dict[str, dict[str, Tensor]] = {}
+        for name, master in self._masters.items():
+            keys = {key: f"optimizer/{key}/{name}" for key in ("exp_avg", "exp_avg_sq")}
+            wrong = [k for k in keys.values() if k not in tensors or tensors[k].shape != master.shape]
+            if wrong:
+                raise ResumeError(f"the checkpoint lacks optimizer state: {wrong[0]}")
+            moments[name] = {key: tensors[k].clone() for key, k in keys.items()}
+        return moments
 
     def memory_bytes(self) -> int:
         """Masters, gradient sums and Adam state (two moments)."""

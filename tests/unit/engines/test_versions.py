@@ -282,6 +282,21 @@ def test_a_probe_the_engine_cannot_hold_is_an_error_and_leaves_no_trace(rigs) ->
     assert rig.engine._plan._adapters == {}
 
 
+def test_pages_that_an_overflowing_version_wrote_do_not_spoil_later_requests(rigs, decoder) -> None:
+    """NaN lies in the free pages; nothing may read what it has not written."""
+    rig = rigs()
+    good = rig.write(random_adapter(decoder, SPEC, 1, 0.2))
+    rig.engine.load_adapter(good)
+    enormous = {name: tensor * 1e25 for name, tensor in random_adapter(decoder, SPEC, 2).items()}
+    with pytest.raises(PublishRefused, match="not finite"):
+        rig.engine.load_adapter(rig.write(enormous, probe=read_manifest(good).probe))
+    assert torch.isnan(rig.engine.pages.keys).any()
+    fresh = rigs()
+    fresh.publish_random(1)
+    asked = [request(random_ids(1 + i % 5, i), group=i, max_new_tokens=1 + i % 4) for i in range(20)]
+    assert all(same(a, b) for a, b in zip(rig.answers(asked), fresh.answers(asked), strict=True))
+
+
 def test_what_is_drawn_while_a_version_is_being_proved_belongs_to_the_one_before(rigs, monkeypatch) -> None:
     """D13: the tag moves when the engine has confirmed, not when the files are there."""
     rig = rigs(threaded=True)
