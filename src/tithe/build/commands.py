@@ -23,6 +23,8 @@ from tithe.types import GenerateRequest, PolicyVersion, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
 PARITY_STEPS = 3
+SMALL_CONTEXT = 8192
+"""Positions of the demo's model."""
 
 
 def evaluate(target: Path, overrides: list[str]) -> dict[str, object]:
@@ -81,19 +83,25 @@ def report(run_dir: Path) -> dict[str, object]:
 
 
 def check(cfg: RunConfig) -> dict[str, object]:
-    """One small step on the user's data and reward, everything shown; leaves nothing behind."""
+    """One step on the demo's small model with the user's data and reward, everything shown; leaves nothing behind.
+
+    A run's own base may take minutes to load; what is checked here (rows, template, reward, settings) does not need it.
+    """
     group = cfg.rl.samples_per_prompt
+    own = {"path": None, "quantize": "none", "load_in_8bit": False}
+    model = cfg.model.model_copy(update={**own, "max_context": min(cfg.model.max_context, SMALL_CONTEXT)})
     updates = {"batch_size_per_update": 2 * group, "max_policy_update_lag": 0, "max_sample_age": 0, "sync_every": 1}
     rl = cfg.rl.model_copy(update={**updates, "rollout_buffer_size": 2 * group})
     once = cfg.run.model_copy(update={"max_steps": 1, "checkpoint_every": 1, "eval_every": None})
     monitor = cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False})
-    small = cfg.model_copy(update={"rl": rl, "run": once, "monitor": monitor})
+    lora = cfg.lora.model_copy(update={"init_from": None})
+    small = cfg.model_copy(update={"model": model, "lora": lora, "rl": rl, "run": once, "monitor": monitor})
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "check"
         finished = run(small, run_dir, evaluating=False, report=False)
         groups = _read_groups(run_dir)
         metrics = _last_row(run_dir)
-        prompts = _prompt_texts(small, groups)
+        prompts = _prompt_texts(groups)
     lines: list[str] = []
     for g, prompt in zip(groups, prompts, strict=True):
         lines += ["", f"prompt {g.prompt_id} ({len(g.prompt_ids)} tokens):", prompt]
@@ -157,8 +165,8 @@ def _last_row(run_dir: Path) -> dict[str, float]:
     return {k: v for k, v in rows[-1].items() if isinstance(v, float)} if rows else {}
 
 
-def _prompt_texts(cfg: RunConfig, groups: list[RolloutGroup]) -> list[str]:
-    renderer = load_renderer(Path(cfg.model.path) if cfg.model.path else find_demo_model())
+def _prompt_texts(groups: list[RolloutGroup]) -> list[str]:
+    renderer = load_renderer(find_demo_model())
     return [renderer.decode(g.prompt_ids.tolist()) for g in groups]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,18 @@ from typing import Any
 from tithe.build.session import Session
 from tithe.checkpoint import prune as prune_checkpoints
 from tithe.checkpoint import save_checkpoint
+from tithe.errors import NonFiniteError
 from tithe.orchestration import RunControl, ServedVersion, TrainHooks, evaluate
+from tithe.pool import PoolReader
 from tithe.trainer import perturbed, probe_logp
 from tithe.types import PolicyVersion
 from tithe.utils.durable import write_text
 from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
+from tithe.weight_sync.manifest import parse_name
 
 PROBE_TOKENS = 24
+CERTIFIED_TOKENS = 2_000
+"""Tokens of the newest trained rollouts whose versions stay on disk for the parity certificate."""
 
 
 class Publisher:
@@ -26,11 +32,15 @@ class Publisher:
         self._session, self._channel = session, channel
         self._parent: tuple[str, list[float]] | None = None
         ids = [session.prompts.prompt_ids(item.id) for item in session.prompts.items[:2]]
-        self._prompt, self._target = ids[0], ids[-1][-PROBE_TOKENS:]
+        longest = session.cfg.rollout.max_prompt_tokens + session.cfg.rollout.max_new_tokens  # what the engine can hold
+        self._target = ids[-1][-min(PROBE_TOKENS, longest - 1) :]
+        self._prompt = ids[0][len(self._target) - longest :]
         self.noise_floor = 0.0
 
     def publish(self, version: PolicyVersion) -> str:
-        """Returns the name. Raises `PublishRefused` or `AdapterError`; the served version is then unchanged."""
+        """Returns the name. Raises `PublishRefused`, `AdapterError` or, for a policy whose log-probs are no numbers,
+        `NonFiniteError`; the served version is then unchanged.
+        """
         trainer, base = self._session.trainer, self._session.base
         tensors = trainer.adapter_tensors()
 
@@ -39,6 +49,11 @@ class Publisher:
 
         logp = base.lane.call(score, tensors)
         shaken = base.lane.call(score, perturbed(tensors))
+        if not all(math.isfinite(x) for x in (*logp, *shaken)):
+            raise NonFiniteError(
+                f"after optimizer step {trainer.optimizer_step} the policy's log-probs are no finite numbers;"
+                " lower optimizer.lr or optimizer.max_grad_norm"
+            )
         self.noise_floor = max(abs(a - b) for a, b in zip(logp, shaken, strict=True))
         probe = Probe(
             token_ids=(*self._prompt, *self._target),
@@ -108,6 +123,7 @@ class Saver:
 
     def __init__(self, session: Session, run_dir: Path, channel: DirectoryChannel) -> None:
         self._session, self._channel = session, channel
+        self._pool_path = run_dir / POOL_FILE
         self.root = run_dir / "checkpoints"
 
     def save(self, serial: int, state: Mapping[str, Any]) -> Path:
@@ -123,7 +139,27 @@ class Saver:
         """Keep the newest checkpoints, and the versions that the engine or a certificate may still need."""
         cfg = self._session.cfg
         prune_checkpoints(self.root, cfg.run.keep_checkpoints)
-        self._channel.prune(cfg.engine.max_live_versions + 2)
+        names = {path.name: parse_name(path.name) for path in self._channel.list_versions()}
+        used = self._used_versions()
+        protect = [name for name, parsed in names.items() if parsed is not None and parsed[1] in used]
+        self._channel.prune(cfg.engine.max_live_versions, protect)
+
+    def _used_versions(self) -> set[PolicyVersion]:
+        """Versions of groups that are not trained yet, and of the newest trained ones."""
+        live = "SELECT DISTINCT lineage, admitted_serial FROM rollout_group WHERE state IN ('running', 'ready', 'leased')"
+        newest = (
+            "SELECT lineage, admitted_serial, n_tokens FROM groups WHERE state = 'trained'"
+            " ORDER BY batch_serial DESC, batch_position LIMIT ?"
+        )
+        with PoolReader(self._pool_path) as reader:
+            used = {PolicyVersion(row["lineage"], row["admitted_serial"]) for row in reader.query(live)}
+            left = CERTIFIED_TOKENS
+            for row in reader.query(newest, [CERTIFIED_TOKENS]):
+                used.add(PolicyVersion(row["lineage"], row["admitted_serial"]))
+                left -= row["n_tokens"]
+                if left <= 0:
+                    break
+        return used
 
 
 def train_hooks(publisher: Publisher, evaluator: Evaluator | None, saver: Saver) -> TrainHooks:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tithe.build.certificate import certify
 from tithe.build.loops import METRICS_FILE, train_and_roll
+from tithe.build.origin import write_origin
 from tithe.build.record import RunRecord
 from tithe.build.session import Session, open_session, say
 from tithe.checkpoint import load_checkpoint, select_checkpoint
@@ -143,6 +144,7 @@ def _save_final_adapter(session: Session, run_dir: Path) -> None:
     if target.exists():
         remove_directory(target)
     save_adapter(target, session.trainer.adapter_tensors(), session.trainer.spec)
+    write_origin(target, session.base.decoder)
 
 
 def _evaluations(run_dir: Path) -> tuple[Mapping[str, float] | None, Mapping[str, float] | None]:

@@ -12,10 +12,11 @@ from typing import Self
 from torch import Tensor
 
 from tithe.build.base import Base, open_base
+from tithe.build.origin import origin_problem
 from tithe.config import RunConfig
 from tithe.engines import SharedEngine
 from tithe.envs import EncodedPrompts, SingleTurnEnv, Task, encode_prompts, load_task
-from tithe.errors import ConfigError
+from tithe.errors import AdapterError, ConfigError
 from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
 from tithe.losses import Aggregation, LossSettings
 from tithe.orchestration import Player, generate_with
@@ -166,6 +167,11 @@ def _adapter(cfg: RunConfig, base: Base, given: Path | None) -> tuple[LoraSpec, 
     directory = given if given is not None else (Path(cfg.lora.init_from) if cfg.lora.init_from else None)
     if directory is not None:
         tensors, spec = load_adapter(directory, shapes)
+        problem = origin_problem(directory, base.decoder)
+        if problem is not None and given is not None:
+            raise AdapterError(f"{directory} cannot be served here: {problem}")
+        if problem is not None:
+            say(f"warning: lora.init_from = {directory}: {problem}; training goes on from its numbers all the same")
         if spec.is_uniform and given is None and (spec.r, spec.alpha) != (cfg.lora.r, cfg.lora.alpha):
             say(f"lora: r {spec.r} and alpha {spec.alpha:g} are those of {directory.name}")
         return spec, tensors
