@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from tithe.arch import read_checkpoint
-from tithe.build.session import Session
-from tithe.errors import RunError
+from tithe.build.hooks import CERTIFIED_TOKENS
+from tithe.build.session import Session, say
+from tithe.errors import AdapterError
 from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
 from tithe.pool import PoolReader
 from tithe.trainer import perturbed, score_groups
 from tithe.trainer.passes import Passes
 from tithe.types import RolloutGroup
 from tithe.utils.durable import write_text
-from tithe.weight_sync import load_published, read_manifest
+from tithe.weight_sync import DirectoryChannel, load_published, read_manifest
 
-MIN_TOKENS = 2_000
 _PASS_TOKENS = 512
 
 
@@ -33,18 +33,16 @@ class _Difference:
     tokens: int
 
 
-def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> dict[str, object]:
+def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> dict[str, object] | None:
     """Score the newest trained groups whose version is still on disk, until there are 2,000 tokens; writes parity.json.
 
     Rollouts that continued over another version's keys and values (`on_publish: keep`) are left out. `cross_check` also
-    scores them with the base held the other way (packed against dequantized). Raises `RunError` when the pool has
+    scores them with the base held the other way (packed against dequantized). None, and no file, when the pool has
     nothing to compare.
     """
-    by_version = _collect(run_dir)
+    by_version = _collect(session, run_dir)
     if not by_version:
-        raise RunError(
-            "the pool holds no trained rollouts of a version that is still on disk; nothing can be certified"
-        )
+        return None
     lane, decoder = session.base.lane, session.base.decoder
     own, floor = lane.call(_compare, session, decoder, by_version)
     options = decoder.options
@@ -75,11 +73,15 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
     return result
 
 
-def _collect(run_dir: Path) -> dict[Path, list[RolloutGroup]]:
+def _collect(session: Session, run_dir: Path) -> dict[Path, list[RolloutGroup]]:
     """Newest trained groups by the directory of the one version that drew all their tokens."""
     published: dict[tuple[int, int], Path] = {}
-    for directory in sorted((run_dir / "adapters").glob("*/")):
-        version = read_manifest(directory).version
+    for directory in DirectoryChannel(run_dir / "adapters", session.cfg.run.name).list_versions():
+        try:
+            version = read_manifest(directory).version
+        except AdapterError as error:
+            say(f"warning: not certified: {error}")
+            continue
         published[version.lineage, version.serial] = directory
     found: dict[Path, list[RolloutGroup]] = defaultdict(list)
     tokens = 0
@@ -91,7 +93,7 @@ def _collect(run_dir: Path) -> dict[Path, list[RolloutGroup]]:
                 continue
             found[directory].append(group)
             tokens += sum(len(r.token_ids) for r in group.rollouts)
-            if tokens >= MIN_TOKENS:
+            if tokens >= CERTIFIED_TOKENS:
                 break
     return dict(found)
 

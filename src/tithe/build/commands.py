@@ -13,7 +13,7 @@ from tithe.build.hooks import Evaluator, Publisher
 from tithe.build.running import run
 from tithe.build.session import Session, open_session, say
 from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
-from tithe.errors import ResumeError
+from tithe.errors import ResumeError, RunError, UserError
 from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import ServedVersion
@@ -46,6 +46,12 @@ def sample(run_dir: Path, prompt: str, overrides: list[str]) -> dict[str, object
         renderer = session.base.renderer
         message = [{"role": "user", "content": prompt}]
         ids = renderer.render(message if renderer.has_template else prompt, cfg.rollout.system_prompt)
+        longest = cfg.model.max_context - cfg.rollout.max_new_tokens
+        if not 0 < len(ids) <= longest:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens; 1 to {longest} leave room for an answer "
+                "(model.max_context - rollout.max_new_tokens)"
+            )
         request = GenerateRequest(ids, session.params, served.name)
         answer = session.engine.submit(request).result()
         text = renderer.decode_reply(answer.token_ids.tolist())
@@ -63,7 +69,7 @@ def parity(cfg_or_run_dir: RunConfig | Path) -> dict[str, object]:
     if isinstance(cfg_or_run_dir, Path):
         cfg = load_run(cfg_or_run_dir)
         with open_session(cfg, adapter=_final_adapter(cfg_or_run_dir)) as session:
-            result = certify(session, cfg_or_run_dir, cross_check=True)
+            result = _certificate(session, cfg_or_run_dir)
         return {**result, "text": _certificate_text(result)}
     cfg = cfg_or_run_dir
     steps = {"max_steps": PARITY_STEPS, "checkpoint_every": PARITY_STEPS, "eval_every": None}
@@ -72,7 +78,7 @@ def parity(cfg_or_run_dir: RunConfig | Path) -> dict[str, object]:
         run_dir = Path(scratch) / "parity"
         run(cfg, run_dir, evaluating=False, report=False)
         with open_session(load_run(run_dir), adapter=run_dir / "adapter") as session:
-            result = certify(session, run_dir, cross_check=True)
+            result = _certificate(session, run_dir)
     return {**result, "text": _certificate_text(result)}
 
 
@@ -149,6 +155,15 @@ def _final_adapter(run_dir: Path) -> Path:
             f"{run_dir} has no final adapter yet: let the run end, or go on with `tithe resume {run_dir}`"
         )
     return adapter
+
+
+def _certificate(session: Session, run_dir: Path) -> dict[str, object]:
+    result = certify(session, run_dir, cross_check=True)
+    if result is None:
+        raise RunError(
+            "the pool holds no trained rollout of one version that is still on disk; nothing can be certified"
+        )
+    return result
 
 
 def _certificate_text(result: dict[str, object]) -> str:

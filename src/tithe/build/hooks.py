@@ -20,6 +20,7 @@ from tithe.utils.durable import write_text
 from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
 from tithe.weight_sync.manifest import parse_name
 
+POOL_FILE = "pool.sqlite"
 PROBE_TOKENS = 24
 CERTIFIED_TOKENS = 2_000
 """Tokens of the newest trained rollouts whose versions stay on disk for the parity certificate."""
@@ -146,7 +147,9 @@ class Saver:
 
     def _used_versions(self) -> set[PolicyVersion]:
         """Versions of groups that are not trained yet, and of the newest trained ones."""
-        live = "SELECT DISTINCT lineage, admitted_serial FROM rollout_group WHERE state IN ('running', 'ready', 'leased')"
+        live = (
+            "SELECT DISTINCT lineage, admitted_serial FROM rollout_group WHERE state IN ('running', 'ready', 'leased')"
+        )
         newest = (
             "SELECT lineage, admitted_serial, n_tokens FROM groups WHERE state = 'trained'"
             " ORDER BY batch_serial DESC, batch_position LIMIT ?"

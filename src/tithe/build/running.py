@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tithe.build.certificate import certify
+from tithe.build.hooks import POOL_FILE
 from tithe.build.loops import METRICS_FILE, train_and_roll
 from tithe.build.origin import write_origin
 from tithe.build.record import RunRecord
 from tithe.build.session import Session, open_session, say
-from tithe.checkpoint import load_checkpoint, select_checkpoint
+from tithe.checkpoint import find_checkpoints, load_checkpoint
 from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed
-from tithe.errors import ResumeError, UserError
+from tithe.errors import ConfigError, ResumeError, UserError
 from tithe.lora import save_adapter
 from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import StopReason, TrainOutcome
 from tithe.pool import Checkpoint, Pool, PromptSource
-from tithe.utils.durable import remove_directory, write_text
-
-POOL_FILE = "pool.sqlite"
+from tithe.utils.durable import explain, remove_directory, write_text
+from tithe.weight_sync import DirectoryChannel, read_manifest
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ def run(
         session = stack.enter_context(open_session(cfg))
         cfg = session.cfg
         _check_enough(session)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_text(run_dir / CONFIG_FILE, dump_resolved(cfg))
-        pool = stack.enter_context(_open_pool(run_dir, cfg, resuming=resuming))
-        pool.bind_prompts(PromptSource(list(session.items()), cfg.run.seed))
-        start = _rewind(session, run_dir, pool) if resuming else None
+        if resuming:
+            pool, start = _reopen(stack, session, run_dir)
+        else:
+            pool, start = _begin(stack, session, run_dir), None
         record = RunRecord(run_dir, session)
         try:
             outcome = train_and_roll(session, run_dir, pool, start, record, evaluating=evaluating)
         except BaseException as error:
-            record.finish("failed", f"{type(error).__name__}: {error}")
+            with suppress(OSError):  # on a full disk, the first error says more than this one would
+                record.finish("failed", f"{type(error).__name__}: {error}")
             raise
         return _finish(session, run_dir, pool, outcome, record, report=report)
 
@@ -76,9 +77,48 @@ def _check_enough(session: Session) -> None:
         raise UserError("no held-out question is left: set task.eval_source, or give more rows")
 
 
-def _open_pool(run_dir: Path, cfg: RunConfig, *, resuming: bool) -> Pool:
-    path = run_dir / POOL_FILE
-    return Pool.open(path) if resuming else Pool.create(path, cfg.run.name)
+def _begin(stack: ExitStack, session: Session, run_dir: Path) -> Pool:
+    """Make the directory, with an empty pool and the resolved configuration; nothing of it stays when that fails."""
+    cfg = session.cfg
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"run.dir = {str(run_dir)!r} cannot be made: {explain(error)}"
+        raise ConfigError(message, key="run.dir") from error
+    with ExitStack() as undo:
+        undo.callback(_remove_if_empty, run_dir)
+        pool = stack.enter_context(Pool.create(run_dir / POOL_FILE, cfg.run.name))
+        undo.callback(_remove_pool, run_dir)
+        pool.bind_prompts(PromptSource(list(session.items()), cfg.run.seed))
+        write_text(run_dir / CONFIG_FILE, dump_resolved(cfg))
+        undo.pop_all()
+    return pool
+
+
+def _remove_if_empty(run_dir: Path) -> None:
+    with suppress(OSError):  # another run may have begun there meanwhile
+        run_dir.rmdir()
+
+
+def _remove_pool(run_dir: Path) -> None:
+    for path in run_dir.glob(f"{POOL_FILE}*"):
+        path.unlink()
+
+
+def _reopen(stack: ExitStack, session: Session, run_dir: Path) -> tuple[Pool, Checkpoint | None]:
+    """Take over a run's pool, rewound to its newest complete checkpoint, and keep the configuration it goes on with."""
+    pool = stack.enter_context(Pool.open(run_dir / POOL_FILE))
+    _check_base(session, run_dir)
+    pool.bind_prompts(PromptSource(list(session.items()), session.cfg.run.seed))
+    start = _rewind(session, run_dir, pool)
+    write_text(run_dir / CONFIG_FILE, dump_resolved(session.cfg))
+    return pool, start
+
+
+def _check_base(session: Session, run_dir: Path) -> None:
+    versions = DirectoryChannel(run_dir / "adapters", session.cfg.run.name).list_versions()
+    if versions and read_manifest(versions[-1]).base_checksum != session.base.decoder.checksum:
+        raise ResumeError(f"model.path = {session.base.path} is another base than the one this run was begun with")
 
 
 def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
@@ -89,20 +129,15 @@ def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
         pool.rewind_to_checkpoint()
         say("resume: no checkpoint was recorded yet; the run begins again with the rollouts it has")
         return None
-    chosen, warnings = select_checkpoint(root)
-    for warning in warnings:
-        say(f"warning: {warning}")
-    if chosen.step not in recorded:
-        usable = sorted(recorded & {int(p.name.removeprefix("step_")) for p in root.glob("step_*")})
-        if not usable:
-            raise ResumeError(f"{root} holds none of the checkpoints that the pool records: {sorted(recorded)}")
-        chosen, _ = select_checkpoint(root, usable[-1])
-    rewind = pool.rewind_to_checkpoint(chosen.step)
+    found = [c for c in find_checkpoints(root) if c.step in recorded]
+    for damaged in (c for c in found if not c.ok):
+        say(f"warning: {damaged.path} is passed over: {damaged.problem}")
+    chosen = next((c for c in reversed(found) if c.ok), None)
+    if chosen is None:
+        raise ResumeError(f"{root} holds none of the checkpoints that the pool records, complete: {sorted(recorded)}")
     loaded = load_checkpoint(chosen.path)
-    checksum = loaded.state.get("base_checksum")
-    if checksum not in (None, session.base.decoder.checksum):
-        raise ResumeError("model.path is another base than the one this run was trained on")
     session.trainer.load_state(loaded.tensors, loaded.state["trainer"])
+    rewind = pool.rewind_to_checkpoint(chosen.step)
     say(f"resume: from batch {rewind.serial}; {rewind.replayed} trained groups wait again")
     return rewind.checkpoint
 
@@ -113,7 +148,10 @@ def _finish(
     cfg, trainer = session.cfg, session.trainer
     _save_final_adapter(session, run_dir)
     before, after = _evaluations(run_dir)
-    certificate = certify(session, run_dir) if outcome.reason is not StopReason.SIGNAL else None
+    stopped = outcome.reason is StopReason.SIGNAL
+    certificate = None if stopped else certify(session, run_dir)
+    if certificate is None and not stopped:
+        say("warning: no trained rollout is of one version that is still on disk; there is no parity certificate")
     record.finish("finished", str(outcome.reason), steps=outcome.serial, disk_bytes=pool.disk_bytes())
     page = None
     if report and cfg.monitor.report:
@@ -133,8 +171,9 @@ def _finish(
     lines.append(f"run directory: {run_dir}")
     if page is not None:
         lines.append(f"report: {page}")
-    if outcome.reason is StopReason.SIGNAL:
-        lines.append(f"stopped by a signal after batch {outcome.serial}; go on with: tithe resume {run_dir}")
+    if stopped:
+        result["resume"] = f"tithe resume {shlex.quote(str(run_dir))}"
+        lines.append(f"stopped by a signal after batch {outcome.serial}; go on with: {result['resume']}")
     result["text"] = "\n".join(lines)
     return Finished(outcome, before, after, result)
 

@@ -19,6 +19,7 @@ from tithe.envs import EncodedPrompts, SingleTurnEnv, Task, encode_prompts, load
 from tithe.errors import AdapterError, ConfigError
 from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
 from tithe.losses import Aggregation, LossSettings
+from tithe.models import PAGE, KVPages
 from tithe.orchestration import Player, generate_with
 from tithe.rewards import RewardPool, build_reward
 from tithe.trainer import Trainer, TrainerSettings
@@ -190,6 +191,14 @@ def _engine(cfg: RunConfig, base: Base) -> SharedEngine:
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {need}, more than model.max_context = "
             f"{base.decoder.max_context}",
             key="model.max_context",
+        )
+    pages = -(-need // PAGE) + 1  # a prompt's partly filled page is copied for every sample
+    needed_bytes = pages * KVPages.page_bytes(base.decoder.spec, base.decoder.options.operand_dtype)
+    if needed_bytes > e.kv_memory_mib << 20:
+        raise ConfigError(
+            f"engine.kv_memory_mib = {e.kv_memory_mib}: one sequence of rollout.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {need} tokens takes {needed_bytes / 2**20:.1f} MiB; raise it",
+            key="engine.kv_memory_mib",
         )
     return SharedEngine(
         base.decoder,
