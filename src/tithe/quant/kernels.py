@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from tithe.quant.runtime import (
+    HAS_BF16_DOT,
     as_float,
     bf16_to_f32,
     bits_to_f32,
@@ -35,6 +36,8 @@ from tithe.quant.tile import (
     dot_row_add,
     dot_tile,
     dot_tile_add,
+    expand_bytes,
+    expand_nibbles,
     fma_row,
     fma_row_add,
     fma_tile,
@@ -52,43 +55,89 @@ def _round_bf16(x: Any) -> Any:
 
 
 @njit
-def _expand_int4_pairs(data: Any, scale: Any, zero: Any, panel: Any, steps: Any, out: Any) -> None:
-    """Panel number `panel` of an INT4 matrix as bf16 pairs [K/2][48]."""
-    q = u8p(data + panel * steps * 48)
-    d16 = u16p(scale + panel * (steps // 16) * 96)
-    m16 = u16p(zero + panel * (steps // 16) * 96)
-    o = u32p(out)
-    d = stack_f32(48)
-    m = stack_f32(48)
-    for g in range(steps // 16):
-        for n in range(48):
-            d[n] = f16_to_f32(d16[g * 48 + n])
-            m[n] = f16_to_f32(m16[g * 48 + n])
-        for p in range(16):
-            row = (g * 16 + p) * 48
-            for n in range(48):
-                b = np.int32(q[row + n])
-                low = np.uint32(f32_to_bf16(fma(np.float32(b & np.int32(15)), d[n], m[n])))
-                high = np.uint32(f32_to_bf16(fma(np.float32(b >> np.int32(4)), d[n], m[n])))
-                o[row + n] = low | (high << np.uint32(16))
+def _load_scales(source: Any, g: Any, d: Any) -> None:
+    """Group g's 48 half-precision numbers as float32, each twice: once for either k of a pair."""
+    for n in range(48):
+        value = f16_to_f32(source[g * 48 + n])
+        d[2 * n] = value
+        d[2 * n + 1] = value
 
 
 @njit
-def _expand_int8_pairs(data: Any, scale: Any, panel: Any, steps: Any, out: Any) -> None:
-    """Panel number `panel` of an INT8 matrix as bf16 pairs [K/2][48]."""
-    q = i8p(data + panel * steps * 96)
-    d16 = u16p(scale + panel * (steps // 16) * 96)
-    o = u32p(out)
-    d = stack_f32(48)
+def _load_group(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, d: Any, m: Any) -> None:
+    """Scales and zero points of one group of a panel."""
+    _load_scales(u16p(scale + panel * groups * 96), g, d)
+    if kind == INT4:
+        _load_scales(u16p(zero + panel * groups * 96), g, m)
+    else:
+        for i in range(96):
+            m[i] = _NO_SCALE
+
+
+@njit
+def _weights_of_pair(kind: Any, source: Any, d: Any, m: Any, w: Any) -> None:
+    """w[2n + odd] = q·d + m in float32 for the 48 columns n of one k-pair."""
+    if kind == INT4:
+        q4 = u8p(source)
+        for v in range(3):
+            for i in range(16):
+                b = np.int32(q4[v * 16 + i])
+                w[v * 32 + i] = fma(np.float32(b & np.int32(15)), d[v * 32 + i], m[v * 32 + i])
+                w[v * 32 + 16 + i] = fma(np.float32(b >> np.int32(4)), d[v * 32 + 16 + i], m[v * 32 + 16 + i])
+    else:
+        q8 = i8p(source)
+        for i in range(96):
+            w[i] = fma(np.float32(q8[i]), d[i], m[i])
+
+
+@njit(inline="always")
+def _pair_bytes(kind: Any) -> Any:
+    return 48 if kind == INT4 else 96
+
+
+def _pairs_by_instruction(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, out: Any) -> None:
+    """Panel number `panel` of an INT4 or INT8 matrix as bf16 pairs [K/2][48]."""
+    d = stack_f32(96)
+    m = stack_f32(96)
     for g in range(steps // 16):
-        for n in range(48):
-            d[n] = f16_to_f32(d16[g * 48 + n])
-        for p in range(16):
-            row = (g * 16 + p) * 96
+        _load_group(scale, zero, kind, panel, steps // 16, g, d, m)
+        for p in range(g * 16, g * 16 + 16):
+            source = data + (panel * steps + p) * _pair_bytes(kind)
+            if kind == INT4:
+                expand_nibbles(u8p(source), d, m, u32p(out + p * 192))
+            else:
+                expand_bytes(i8p(source), d, m, u32p(out + p * 192))
+
+
+def _pairs_by_rounding(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, out: Any) -> None:
+    """The same without the narrowing instruction."""
+    d = stack_f32(96)
+    m = stack_f32(96)
+    w = stack_f32(96)
+    for g in range(steps // 16):
+        _load_group(scale, zero, kind, panel, steps // 16, g, d, m)
+        for p in range(g * 16, g * 16 + 16):
+            _weights_of_pair(kind, data + (panel * steps + p) * _pair_bytes(kind), d, m, w)
+            o = u32p(out + p * 192)
             for n in range(48):
-                low = np.uint32(f32_to_bf16(np.float32(q[row + n]) * d[n]))
-                high = np.uint32(f32_to_bf16(np.float32(q[row + 48 + n]) * d[n]))
-                o[row // 2 + n] = low | (high << np.uint32(16))
+                low, high = np.uint32(f32_to_bf16(w[2 * n])), np.uint32(f32_to_bf16(w[2 * n + 1]))
+                o[n] = low | (high << np.uint32(16))
+
+
+_expand_pairs = njit(_pairs_by_instruction if HAS_BF16_DOT else _pairs_by_rounding)
+
+
+@njit(inline="always")
+def _integer_weight(kind: Any, data: Any, scale: Any, zero: Any, steps: Any, row: Any, k: Any) -> Any:
+    """W̃[row, k] of an INT4 or INT8 matrix before bf16 rounding."""
+    panel, n, p, odd = row // 48, row % 48, k // 2, k % 2
+    group = ((panel * (steps // 16) + p // 16) * 48 + n) * 2
+    d = f16_to_f32(u16p(scale + group)[0])
+    if kind == INT4:
+        b = np.int32(u8p(data)[(panel * steps + p) * 48 + (n // 16) * 16 + (n % 8) * 2 + odd])
+        q = b & np.int32(15) if n % 16 < 8 else b >> np.int32(4)
+        return fma(np.float32(q), d, f16_to_f32(u16p(zero + group)[0]))
+    return np.float32(i8p(data)[((panel * steps + p) * 48 + n) * 2 + odd]) * d
 
 
 @njit
@@ -104,24 +153,16 @@ def _expand_f32(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: 
                 o[2 * p * 48 + n] = bits_to_f32(bits << np.uint32(16))
                 o[(2 * p + 1) * 48 + n] = bits_to_f32(bits & np.uint32(0xFFFF0000))
         return
-    d16 = u16p(scale + panel * groups * 96)
-    m16 = u16p(zero + panel * groups * 96)
-    q4 = u8p(data + panel * steps * 48)
-    q8 = i8p(data + panel * steps * 96)
+    d = stack_f32(96)
+    m = stack_f32(96)
+    w = stack_f32(96)
     for g in range(groups):
+        _load_group(scale, zero, kind, panel, groups, g, d, m)
         for p in range(g * 16, g * 16 + 16):
+            _weights_of_pair(kind, data + (panel * steps + p) * _pair_bytes(kind), d, m, w)
             for n in range(48):
-                d = f16_to_f32(d16[g * 48 + n])
-                if kind == INT4:
-                    m = f16_to_f32(m16[g * 48 + n])
-                    b = np.int32(q4[p * 48 + n])
-                    low = fma(np.float32(b & np.int32(15)), d, m)
-                    high = fma(np.float32(b >> np.int32(4)), d, m)
-                else:
-                    low = np.float32(q8[p * 96 + n]) * d
-                    high = np.float32(q8[p * 96 + 48 + n]) * d
-                o[2 * p * 48 + n] = _round_bf16(low) if rounded else low
-                o[(2 * p + 1) * 48 + n] = _round_bf16(high) if rounded else high
+                o[2 * p * 48 + n] = _round_bf16(w[2 * n]) if rounded else w[2 * n]
+                o[(2 * p + 1) * 48 + n] = _round_bf16(w[2 * n + 1]) if rounded else w[2 * n + 1]
 
 
 @njit
@@ -157,10 +198,8 @@ def matmul_dot(args: Any) -> None:
         t, begin = task // blocks, (task % blocks) * args[20]
         end = min(rows, begin + args[20])
         panel = scratch
-        if kind == INT4:
-            _expand_int4_pairs(data, scale, zero, t, steps, scratch)
-        elif kind == INT8:
-            _expand_int8_pairs(data, scale, t, steps, scratch)
+        if kind == INT4 or kind == INT8:
+            _expand_pairs(data, scale, zero, kind, t, steps, scratch)
         else:
             panel = data + t * steps * 192
         w = u32p(panel)
@@ -239,17 +278,11 @@ def matmul_fma(args: Any) -> None:
 def _weight(kind: Any, data: Any, scale: Any, zero: Any, steps: Any, row: Any, k: Any) -> Any:
     """W̃[row, k] before bf16 rounding."""
     panel, n, p, odd = row // 48, row % 48, k // 2, k % 2
-    group = ((panel * (steps // 16) + p // 16) * 48 + n) * 2
     if kind == BF16:
         return bf16_to_f32(u16p(data)[((panel * steps + p) * 48 + n) * 2 + odd])
     if kind == FP32:
         return f32p(data)[(panel * steps * 2 + k) * 48 + n]
-    d = f16_to_f32(u16p(scale + group)[0])
-    if kind == INT4:
-        b = np.int32(u8p(data)[(panel * steps + p) * 48 + n])
-        q = b >> np.int32(4) if odd == 1 else b & np.int32(15)
-        return fma(np.float32(q), d, f16_to_f32(u16p(zero + group)[0]))
-    return np.float32(i8p(data)[((panel * steps + p) * 2 + odd) * 48 + n]) * d
+    return _integer_weight(kind, data, scale, zero, steps, row, k)
 
 
 # rows (int32 ids), steps, out (float32 [tasks, K]), kind, data, scale, zero, rounded
@@ -278,10 +311,8 @@ def expand_rows_bf16(args: Any) -> None:
         if t >= args[1]:
             break
         source = scratch
-        if kind == INT4:
-            _expand_int4_pairs(data, scale, zero, t, steps, scratch)
-        elif kind == INT8:
-            _expand_int8_pairs(data, scale, t, steps, scratch)
+        if kind == INT4 or kind == INT8:
+            _expand_pairs(data, scale, zero, kind, t, steps, scratch)
         else:
             source = data + t * steps * 192
         pairs = u32p(source)
@@ -310,10 +341,8 @@ def expand_transposed(args: Any) -> None:
         if t >= args[1]:
             break
         source = scratch
-        if kind == INT4:
-            _expand_int4_pairs(data, scale, zero, t, steps, scratch)
-        elif kind == INT8:
-            _expand_int8_pairs(data, scale, t, steps, scratch)
+        if kind == INT4 or kind == INT8:
+            _expand_pairs(data, scale, zero, kind, t, steps, scratch)
         else:
             source = data + t * steps * 192
         w = u32p(source)

@@ -4,10 +4,14 @@ Rows are stored in panels of 48 (the last one zero-padded), k innermost in pairs
 
 | kind | data | scale, zero | weight |
 |---|---|---|---|
-| INT4 | uint8 [panels, K/2, 48]; low nibble k even, high nibble k odd | fp16 [panels, K/32, 48] | q·scale + zero |
-| INT8 | int8 [panels, K/2, 2, 48], -128..127 | fp16 [panels, K/32, 48] | q·scale |
+| INT4 | uint8 [panels, K/2, 3, 16], 0..15 in each nibble | fp16 [panels, K/32, 48] | q·scale + zero |
+| INT8 | int8 [panels, K/2, 48, 2], -128..127 | fp16 [panels, K/32, 48] | q·scale |
 | BF16 | bf16 [panels, K/2, 48, 2] | – | |
 | FP32 | float32 [panels, K, 48] | – | |
+
+The last index of INT8 and BF16 is k even, k odd: a pair is one operand of the dot product. INT4 keeps the same order
+in nibbles: byte b of register v holds row 16v + b//2 in its low and row 16v + 8 + b//2 in its high nibble, at k
+even for even b, so that two registers of float32 weights narrow into one register of pairs without a shuffle.
 
 Group size is 32 along K. The scales are the file's own half-precision numbers; only the order of the nibbles changes,
 so a packed matrix of whole panels takes exactly the bytes of its GGUF tensor (Q4_1: 20 per 32 weights, Q8_0: 34).
@@ -281,8 +285,10 @@ def pack_int4(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, *, rounded: bo
     """Pack q uint8 [N, K] in 0..15 with fp16 scale and zero [N, K/32]; `ValueError` unless 32 divides K."""
     rows, columns = q.shape
     _check_groups(q, scale, zero)
-    pairs = _panelled((q[:, 0::2] | (q[:, 1::2] << 4)).astype(np.uint8))
-    data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 1)))
+    # [panels, 3 registers, low/high half, 8 columns, K/2, k even/odd]
+    x = _panelled(q.astype(np.uint8)).reshape(-1, 3, 2, 8, columns // 2, 2)
+    nibbles = (x[:, :, 0] | (x[:, :, 1] << 4)).transpose(0, 3, 1, 2, 4)
+    data = torch.from_numpy(np.ascontiguousarray(nibbles).reshape(-1, columns // 2, PANEL))
     return PackedMatrix(INT4, rows, columns, data, _groups(scale), _groups(zero), rounded)
 
 
@@ -291,7 +297,7 @@ def pack_int8(q: np.ndarray, scale: np.ndarray, *, rounded: bool = True) -> Pack
     rows, columns = q.shape
     _check_groups(q, scale)
     pairs = _panelled(q.astype(np.int8)).reshape(-1, PANEL, columns // 2, 2)
-    data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 3, 1)))
+    data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)))
     return PackedMatrix(INT8, rows, columns, data, _groups(scale), None, rounded)
 
 

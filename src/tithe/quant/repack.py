@@ -35,12 +35,11 @@ def repack_nibbles(args: Any) -> None:
                 scale[g * 48 + n] = u16p(at)[0]
                 if offset == 4:
                     zero[g * 48 + n] = u16p(at)[1]
-                for p in range(8):
-                    low, high = q[2 * p], q[2 * p + 1]
-                    data[(g * 16 + p) * 48 + n] = np.uint8(
-                        (low & np.uint8(15)) | ((high & np.uint8(15)) << np.uint8(4))
-                    )
-                    data[(g * 16 + p + 8) * 48 + n] = np.uint8((low >> np.uint8(4)) | (high & np.uint8(0xF0)))
+                shift = np.uint8(0) if n % 16 < 8 else np.uint8(4)
+                for k in range(32):
+                    x = q[k % 16] & np.uint8(15) if k < 16 else q[k % 16] >> np.uint8(4)
+                    place = (g * 16 + k // 2) * 48 + (n // 16) * 16 + (n % 8) * 2 + k % 2
+                    data[place] = np.uint8(data[place] | np.uint8(x << shift))
 
 
 # the same arguments, zero unused
@@ -59,7 +58,7 @@ def repack_bytes(args: Any) -> None:
                 q = u8p(at + 2)
                 scale[g * 48 + n] = u16p(at)[0]
                 for k in range(32):
-                    data[((g * 16 + k // 2) * 2 + k % 2) * 48 + n] = q[k]
+                    data[((g * 16 + k // 2) * 48 + n) * 2 + k % 2] = q[k]
 
 
 def repack(raw: np.ndarray, kind: TensorFormat, *, rounded: bool) -> PackedMatrix:
@@ -74,7 +73,7 @@ def repack(raw: np.ndarray, kind: TensorFormat, *, rounded: bool) -> PackedMatri
     block = 34 if is_byte else 16 + offset
     groups, panels = row_bytes // block, -(-rows // PANEL)
     raw = np.ascontiguousarray(raw)
-    shape = (panels, groups * 16, 2, PANEL) if is_byte else (panels, groups * 16, PANEL)
+    shape = (panels, groups * 16, PANEL, 2) if is_byte else (panels, groups * 16, PANEL)
     data = torch.zeros(shape, dtype=torch.int8 if is_byte else torch.uint8)
     scale = torch.zeros(panels, groups, PANEL, dtype=torch.float16)
     zero = None if is_byte else torch.zeros_like(scale)
