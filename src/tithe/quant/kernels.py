@@ -198,7 +198,7 @@ def matmul_dot(args: Any) -> None:
         t, begin = task // blocks, (task % blocks) * args[20]
         end = min(rows, begin + args[20])
         panel = scratch
-        if kind == INT4 or kind == INT8:
+        if kind != BF16:
             _expand_pairs(data, scale, zero, kind, t, steps, scratch)
         else:
             panel = data + t * steps * 192
@@ -311,7 +311,7 @@ def expand_rows_bf16(args: Any) -> None:
         if t >= args[1]:
             break
         source = scratch
-        if kind == INT4 or kind == INT8:
+        if kind != BF16:
             _expand_pairs(data, scale, zero, kind, t, steps, scratch)
         else:
             source = data + t * steps * 192
@@ -341,7 +341,7 @@ def expand_transposed(args: Any) -> None:
         if t >= args[1]:
             break
         source = scratch
-        if kind == INT4 or kind == INT8:
+        if kind != BF16:
             _expand_pairs(data, scale, zero, kind, t, steps, scratch)
         else:
             source = data + t * steps * 192
