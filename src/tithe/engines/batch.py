@@ -1,4 +1,4 @@
-"""One forward over rows of many sequences: writes the plan's inputs, runs it, hands each owner its last row."""
+"""One forward over rows of many sequences: writes the plan's inputs, runs it, hands each owner its rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Work(Generic[Owner]):
 
 
 def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[tuple[Work[Owner], Tensor]]:
-    """Compute all rows; returns each work with its last residual row [H] (a view valid until the next run).
+    """Compute all rows; returns each work with its residual rows [n, H] (a view valid until the next run).
 
     Rows of one version are put side by side, in the order given.
     """
@@ -49,7 +49,7 @@ def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[tuple[Work[Owne
         segments.append((at, at + rows, model))
         at += rows
     x = plan.run(torch.from_numpy(ids), segments)
-    return [(w, x[int(s + n) - 1]) for w, s, n in zip(ordered, start, lengths, strict=True)]
+    return [(w, x[int(s) : int(s + n)]) for w, s, n in zip(ordered, start, lengths, strict=True)]
 
 
 def write_table(plan: ForwardPlan, slot: int, pages: list[int]) -> None:
