@@ -14,6 +14,7 @@ results never depend on the number of threads.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -28,13 +29,15 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     os.environ.setdefault("NUMBA_CPU_FEATURES", "")
 
 from llvmlite import binding, ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.core.typing import signature
 from numba.extending import intrinsic as numba_intrinsic
 
 COUNTER, TASKS, SLOT, FIRST = 0, 1, 2, 3
-_SIGNATURE = types.void(types.CPointer(types.int64))
+_ARGUMENTS, _RESULT = (types.CPointer(types.int64),), types.void
 
 
 def _gomp_parallel() -> Any | None:
@@ -101,11 +104,43 @@ class Launch:
             parallel(self.of.address, self._address, _pool.threads, 0)
 
 
+def sources_digest(*folders: Path) -> str:
+    """sha256 over every source file of the folders that kernels are made of."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.glob("*.py")):
+            source = path.read_bytes()
+            if b"numba" in source or b"@kernel" in source:
+                digest.update(source)
+    return digest.hexdigest()
+
+
+class _KernelCache(FunctionCache):
+    """Numba's cache on disk, keyed by all sources of kernels together.
+
+    A compiled kernel contains what it calls in other files, but Numba looks at the kernel's own file only.
+    """
+
+    digest = sources_digest(Path(__file__).parent, Path(__file__).parents[1] / "models")
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), self.digest)
+
+
+class _CachedFunction(CFunc):
+    _pyfunc: Any
+
+    def enable_caching(self) -> None:
+        self._cache = _KernelCache(self._pyfunc)
+
+
 class Kernel:
     """One compiled kernel: a C function of an argument block."""
 
     def __init__(self, body: Callable[..., None]) -> None:
-        self._compiled: Any = cfunc(_SIGNATURE, cache=True, error_model="numpy")(body)
+        self._compiled: Any = _CachedFunction(body, (_ARGUMENTS, _RESULT), {}, {"error_model": "numpy"})
+        self._compiled.enable_caching()
+        self._compiled.compile()
         self.address: int = self._compiled.address
         self.serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 

@@ -20,6 +20,7 @@ from tithe.quant.runtime import (
     f32p,
     next_slot,
     next_task,
+    sources_digest,
     u16p,
 )
 
@@ -142,6 +143,20 @@ def test_two_threads_join_a_launch() -> None:
     launch = exp_rows.bind(4, [x.ctypes.data, y.ctypes.data, 8])
     launch.run()
     assert launch.args[SLOT] == 2
+
+
+def test_cached_kernels_are_keyed_by_every_source_of_kernels(tmp_path: Path) -> None:
+    """A change in one file makes the kernels of all files new; files without kernels do not count."""
+    (tmp_path / "tile.py").write_text("from numba import njit\n")
+    (tmp_path / "plain.py").write_text("x = 1\n")
+    before = sources_digest(tmp_path)
+    (tmp_path / "plain.py").write_text("x = 2\n")
+    assert sources_digest(tmp_path) == before
+    (tmp_path / "tile.py").write_text("from numba import njit  # changed\n")
+    assert sources_digest(tmp_path) != before
+    cache = exp_rows._compiled._cache
+    codegen = exp_rows._compiled._targetdescr.target_context.codegen()
+    assert cache.digest in cache._index_key(exp_rows._compiled._sig, codegen)
 
 
 def test_a_launch_without_tasks_does_nothing() -> None:
