@@ -84,7 +84,7 @@ class Capacity:
 class TrainPass:
     """Buffers and launches for micro-batches up to a capacity. Not thread-safe: it belongs to the lane.
 
-    `forward` then `backward`, strictly in turn. `grads` (float32, by PEFT name) are added to.
+    `forward` then `backward`, strictly in turn; `backward` adds to an `AdapterGradients`.
     """
 
     def __init__(
