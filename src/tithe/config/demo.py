@@ -18,8 +18,6 @@ DEMO_OVERRIDES: tuple[str, ...] = (
     "rollout.max_prompt_tokens=128",
     "model.max_context=256",
     "optimizer.lr=3e-4",
-    "rl.micro_batch_tokens=640",
-    "engine.prefill_tokens_per_tick=512",
     "engine.kv_memory_mib=256",
 )
 """Applied before the user's own overrides, which win."""

@@ -170,6 +170,6 @@ class EngineSettings(Section):
     max_live_versions: int = Field(default=4, ge=2, le=1024)
     """Adapter versions held at once. A publication waits while all of them still have running requests."""
 
-    prefill_tokens_per_tick: int = Field(default=2048, ge=1)
+    prefill_tokens_per_tick: int = Field(default=512, ge=1)
     """Prompt tokens computed between two decode steps. More starts new groups sooner, less keeps running ones
     steady."""

@@ -4,7 +4,7 @@ the lane."""
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
 from tithe.models.forward import ForwardPlan, Segment
-from tithe.models.head import Drawn, Draws, Head, ScoredRows, score_with_gradient
+from tithe.models.head import CHUNK_ROWS, Drawn, Draws, Head, ScoredRows, score_with_gradient
 from tithe.models.kv import PAGE, KVPages, PageAllocator
 from tithe.models.lane import Lane, Ticker
 from tithe.models.layout import PageLayout, page_layout
@@ -14,6 +14,7 @@ from tithe.models.train_adapter import AdapterGradients, TrainAdapter
 from tithe.models.training import Capacity, TrainPass, norm_backward
 
 __all__ = [
+    "CHUNK_ROWS",
     "PAGE",
     "AdapterGradients",
     "Capacity",

@@ -12,9 +12,14 @@ from tithe.models.decoder import Decoder
 from tithe.models.forward import Scratch, is_bf16, norm_step
 from tithe.models.linear import operand_steps
 from tithe.models.sampling import logp_rows, sample_rows
+from tithe.quant.matrix import transposed_numel
+from tithe.quant.tile import PANEL
 
-CHUNK_ROWS = 128
-"""Rows of logits held at once: 128 × 49,152 float32 are 25 MB."""
+CHUNK_ROWS = 192
+"""Rows of logits held at once: 192 × 49,152 float32 are 38 MB."""
+
+VOCABULARY_PANELS = 85
+"""Panels of the head that are expanded at once in training: a block of 4,080 tokens stays in the cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +122,7 @@ def logp_chunk(
     ids = np.ascontiguousarray(targets, np.int32)
     args = [logits.data_ptr(), logits.stride(0), decoder.n_tokens, inverse.ctypes.data, ids.ctypes.data]
     args += [logp.ctypes.data, entropy.ctypes.data]
-    args += [probabilities.data_ptr() if probabilities is not None else 0, decoder.head.rows]
+    args += [probabilities.data_ptr(), probabilities.stride(0)] if probabilities is not None else [0, 0]
     args += [is_bf16(probabilities) if probabilities is not None else 0]
     args += [log_weights.data_ptr() if log_weights is not None else 0]
     logp_rows.bind(len(ids), args, (inverse, ids)).run()
@@ -145,20 +150,28 @@ def score_with_gradient(
     operand = decoder.options.operand_dtype
     logp, entropy = np.empty(n, np.float32), np.empty(n, np.float32)
     inverse = torch.from_numpy((1.0 / np.where(temperature > 0, temperature, 1.0)).astype(np.float32))[:, None]
-    weight = decoder.head.expand(operand)[: decoder.n_tokens]
     normed = head.normed(x)
     d_logp = decoder.head.gather(torch.from_numpy(np.ascontiguousarray(targets, np.int32)))
-    d_entropy = torch.empty_like(d_logp) if entropy_gradient else None
-    p = torch.empty(min(n, head.chunk_rows), decoder.head.rows, dtype=operand)
-    w = torch.empty_like(p) if entropy_gradient else None
+    d_entropy = torch.zeros_like(d_logp) if entropy_gradient else None
+    rows, width = min(n, head.chunk_rows), decoder.head.rows + decoder.head.rows % 2
+    p = torch.zeros(rows, width, dtype=operand)  # zero behind the tokens, where nothing is written
+    w = torch.zeros_like(p) if entropy_gradient else None
     for a in range(0, n, head.chunk_rows):
         b = min(a + head.chunk_rows, n)
         logits = head.logits(normed[a:b])
         logp_chunk(decoder, logits, targets[a:b], temperature[a:b], logp[a:b], entropy[a:b], p, w)
-        d_logp[a:b] -= p[: b - a, : decoder.n_tokens] @ weight
+        _subtract_expectation(decoder, p[: b - a], d_logp[a:b])
         if d_entropy is not None and w is not None:
-            d_entropy[a:b] = -(w[: b - a, : decoder.n_tokens] @ weight).float()
+            _subtract_expectation(decoder, w[: b - a], d_entropy[a:b])
     d_logp *= inverse
     if d_entropy is not None:
         d_entropy *= inverse
     return ScoredRows(logp, entropy, d_logp, d_entropy)
+
+
+def _subtract_expectation(decoder: Decoder, weights: Tensor, out: Tensor) -> None:
+    """out [n, H] −= weights [n, V]·W̃, a block of the vocabulary at a time."""
+    buffer = torch.empty(transposed_numel(VOCABULARY_PANELS * PANEL, decoder.head.columns), dtype=weights.dtype)
+    for first, block in decoder.head.blocks(VOCABULARY_PANELS):
+        part = block.transposed(buffer)
+        part.matmul(weights[:, first : first + part.columns], out, add=True, factor=-1.0)

@@ -23,7 +23,8 @@ layouts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -200,6 +201,16 @@ class PackedMatrix:
             expand_transposed.bind(self.panels, head).run()
             return PackedMatrix(BF16, self.columns, self.rows + self.rows % 2, out, rounded=True)
         return pack_transposed(self.expand(torch.float32), out)
+
+    def blocks(self, panels: int) -> Iterator[tuple[int, PackedMatrix]]:
+        """The matrix cut into blocks of at most `panels` panels of rows: (first row, view), for work in bounded
+        memory."""
+        for first in range(0, self.panels, panels):
+            part = slice(first, first + panels)
+            rows = min(self.rows - first * PANEL, panels * PANEL)
+            scale = None if self.scale is None else self.scale[part]
+            zero = None if self.zero is None else self.zero[part]
+            yield first * PANEL, replace(self, rows=rows, data=self.data[part], scale=scale, zero=zero)
 
     @property
     def transposed_numel(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tithe.models import (
+    CHUNK_ROWS,
     AdapterGradients,
     Capacity,
     Decoder,
@@ -28,7 +29,13 @@ class Passes:
     """Forward, scoring and backward of micro-batches on one decoder; belongs to the lane."""
 
     def __init__(
-        self, decoder: Decoder, widths: Mapping[str, int], *, checkpointing: bool, dropout: float, chunk_rows: int = 128
+        self,
+        decoder: Decoder,
+        widths: Mapping[str, int],
+        *,
+        checkpointing: bool,
+        dropout: float,
+        chunk_rows: int = CHUNK_ROWS,
     ) -> None:
         self.decoder = decoder
         self._widths, self._checkpointing, self._dropout = widths, checkpointing, dropout

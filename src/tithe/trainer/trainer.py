@@ -154,7 +154,7 @@ class Trainer:
         if finite and self._metrics:
             scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
             for name, master in self._masters.items():
-                master.grad = grads[name] * scale
+                master.grad = grads[name].mul_(scale)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
