@@ -22,7 +22,7 @@ from tithe.renderers import load_renderer
 from tithe.types import GenerateRequest, PolicyVersion, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
-PARITY_STEPS = 3
+PARITY_STEPS, PARITY_AGE = 3, 2
 SMALL_CONTEXT = 8192
 """Positions of the demo's model."""
 
@@ -71,9 +71,7 @@ def parity(cfg_or_run_dir: RunConfig | Path) -> dict[str, object]:
         with open_session(cfg, adapter=_final_adapter(cfg_or_run_dir)) as session:
             result = _certificate(session, cfg_or_run_dir)
         return {**result, "text": _certificate_text(result)}
-    cfg = cfg_or_run_dir
-    steps = {"max_steps": PARITY_STEPS, "checkpoint_every": PARITY_STEPS, "eval_every": None}
-    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update=steps)})
+    cfg = _short(cfg_or_run_dir)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "parity"
         run(cfg, run_dir, evaluating=False, report=False)
@@ -155,6 +153,17 @@ def _final_adapter(run_dir: Path) -> Path:
             f"{run_dir} has no final adapter yet: let the run end, or go on with `tithe resume {run_dir}`"
         )
     return adapter
+
+
+def _short(cfg: RunConfig) -> RunConfig:
+    """The run in so few steps that its newest rollouts were sampled by a policy of at least `PARITY_STEPS` steps."""
+    age = min(cfg.rl.max_sample_age, PARITY_AGE)
+    bounds = {"max_policy_update_lag": min(cfg.rl.max_policy_update_lag, PARITY_AGE), "max_sample_age": age}
+    buffer = min(cfg.rl.rollout_buffer_size, cfg.rl.batch_size_per_update * (age + 1))
+    steps = PARITY_STEPS + age + 1
+    run = cfg.run.model_copy(update={"max_steps": steps, "checkpoint_every": steps, "eval_every": None})
+    rl = cfg.rl.model_copy(update={**bounds, "sync_every": 1, "rollout_buffer_size": buffer})
+    return cfg.model_copy(update={"run": run, "rl": rl})
 
 
 def _certificate(session: Session, run_dir: Path) -> dict[str, object]:

@@ -84,6 +84,8 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
         log_path=log_dir / "reward.log" if log_dir is not None else None,
     )
     closers: list[Callable[[], None]] = [rewards.close]
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a task's `module:function` may lie where a reward's may
     try:
         rewards.check()
         task = load_task(cfg.task, needs_answer=cfg.reward.function == "math")
