@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tithe.envs import SingleTurnEnv
-from tithe.errors import EngineError, FailureCause
+from tithe.errors import ConfigError, EngineError, FailureCause
 from tithe.rewards import RewardPool, RewardSpec, is_readable, score_of
 from tithe.types import Completion, FinishReason, GenerateRequest, PromptItem, SamplingParams
 
@@ -90,13 +90,18 @@ def test_engine_failures_are_data_and_pay_nothing(answer, cause):
     assert len(rollout.logp) == len(rollout.token_ids) == len(rollout.loss_mask) == len(rollout.serials)
 
 
-def test_a_judge_that_fails_or_breaks_its_contract_is_data_with_the_tokens_kept(tmp_path):
-    (tmp_path / "judges.py").write_text("def raises(item, text): 1 / 0\ndef lists(item, text): return [1.0]\n")
-    for name, message in (("raises", "ZeroDivisionError"), ("lists", "judges.py:lists returned [1.0]")):
-        rollout = play(completion("7"), spec=RewardSpec(f"{tmp_path / 'judges.py'}:{name}"))
-        assert rollout.failure.cause is FailureCause.REWARD
-        assert message in rollout.failure.message
-        assert (rollout.reward, rollout.text, len(rollout.token_ids)) == (None, "7", 2)
+def test_a_judge_that_fails_is_data_with_the_tokens_kept(tmp_path):
+    (tmp_path / "judges.py").write_text("def raises(item, text): 1 / 0\n")
+    rollout = play(completion("7"), spec=RewardSpec(f"{tmp_path / 'judges.py'}:raises"))
+    assert rollout.failure.cause is FailureCause.REWARD
+    assert "ZeroDivisionError" in rollout.failure.message
+    assert (rollout.reward, rollout.text, len(rollout.token_ids)) == (None, "7", 2)
+
+
+def test_a_judge_that_returns_no_number_is_the_users_to_mend(tmp_path):
+    (tmp_path / "judges.py").write_text("def lists(item, text): return [1.0]\n")
+    with pytest.raises(ConfigError, match=r"judges.py:lists returned \[1.0\]"):
+        play(completion("7"), spec=RewardSpec(f"{tmp_path / 'judges.py'}:lists"))
 
 
 def test_an_abstention_is_no_failure():
