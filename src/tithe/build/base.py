@@ -13,7 +13,6 @@ from tithe.arch import Checkpoint, find_demo_model, read_checkpoint
 from tithe.config import RunConfig
 from tithe.errors import ConfigError, ModelError
 from tithe.models import Decoder, Lane, ModelOptions, choose, load_model
-from tithe.quant import set_threads
 from tithe.renderers import ChatRenderer, load_renderer
 from tithe.utils.memory import release_unused
 
@@ -40,8 +39,7 @@ def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
             f"run.device = {cfg.run.device!r}: the fused kernels of this version run on processors only; set it to cpu",
             key="run.device",
         )
-    set_threads(cfg.run.threads or len(os.sched_getaffinity(0)))
-    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)  # in this thread; the lane alone computes with more (see `quant.set_threads`)
     path = Path(cfg.model.path) if cfg.model.path is not None else find_demo_model()
     checkpoint = read_checkpoint(path)
     if checkpoint.spec.is_moe:
@@ -50,13 +48,29 @@ def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
             "but trains no adapters on it; set model.path to a dense Llama, Qwen2 or Qwen3 checkpoint"
         )
     options = _options(cfg, checkpoint)
-    tuning = choose(checkpoint, cfg.model.compute, cfg.model.compute_dtype, options)
+    lane = Lane(threads=cfg.run.threads or len(os.sched_getaffinity(0))).start()
+    try:
+        return _load(cfg, path, checkpoint, options, lane, say)
+    except BaseException:
+        lane.close()
+        raise
+
+
+def _load(
+    cfg: RunConfig,
+    path: Path,
+    checkpoint: Checkpoint,
+    options: ModelOptions,
+    lane: Lane,
+    say: Callable[[str], None],
+) -> Base:
+    tuning = lane.call(choose, checkpoint, cfg.model.compute, cfg.model.compute_dtype, options)
     settled = {"compute": tuning.options.compute, "compute_dtype": tuning.options.compute_dtype}
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update=settled)})
     if tuning.seconds:
         timed = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in tuning.seconds.items())
         say(f"model.compute: {tuning.options.compute}, {tuning.options.compute_dtype} operands (measured: {timed})")
-    decoder = load_model(checkpoint, tuning.options)
+    decoder = lane.call(load_model, checkpoint, tuning.options)
     renderer = load_renderer(path)
     del checkpoint
     release_unused()
@@ -64,7 +78,7 @@ def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
         f"base: {path.name}, {decoder.spec.n_layers} layers, {decoder.resident_bytes() / 1e6:.0f} MB resident "
         f"({decoder.file_bytes / 1e6:.0f} MB of tensors in the file)"
     )
-    return Base(cfg, path, decoder, renderer, Lane().start(), tuning.seconds)
+    return Base(cfg, path, decoder, renderer, lane, tuning.seconds)
 
 
 def _options(cfg: RunConfig, checkpoint: Checkpoint) -> ModelOptions:

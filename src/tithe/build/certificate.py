@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from tithe.arch import read_checkpoint
 from tithe.build.hooks import CERTIFIED_TOKENS
@@ -17,6 +16,7 @@ from tithe.build.session import Session, say
 from tithe.errors import AdapterError
 from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
 from tithe.pool import PoolReader
+from tithe.quant import kernel_threads
 from tithe.trainer import perturbed, score_groups
 from tithe.trainer.passes import Passes
 from tithe.types import RolloutGroup
@@ -61,7 +61,7 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
         "versions": len(by_version),
         "groups": sum(len(groups) for groups in by_version.values()),
         "lengths": _lengths(by_version),
-        "threads": torch.get_num_threads(),
+        "threads": kernel_threads(),
         "adapter_dropout": "off" if session.cfg.lora.dropout == 0 else f"{session.cfg.lora.dropout}, off while scoring",
     }
     if cross_check:

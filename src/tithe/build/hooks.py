@@ -49,7 +49,7 @@ class Publisher:
             return probe_logp(base.decoder, trainer.passes, self._prompt, self._target, masters, trainer.spec)
 
         logp = base.lane.call(score, tensors)
-        shaken = base.lane.call(score, perturbed(tensors))
+        shaken = base.lane.call(lambda: score(perturbed(tensors)))
         if not all(math.isfinite(x) for x in (*logp, *shaken)):
             raise NonFiniteError(
                 f"after optimizer step {trainer.optimizer_step} the policy's log-probs are no finite numbers;"

@@ -14,7 +14,7 @@ import torch
 
 import tithe
 from tithe.build.session import Session
-from tithe.quant import HAS_BF16_DOT
+from tithe.quant import HAS_BF16_DOT, kernel_threads
 from tithe.utils.durable import write_text
 from tithe.utils.memory import pss_bytes
 
@@ -60,7 +60,7 @@ class RunRecord:
             "machine": {
                 "processor": platform.machine(),
                 "cores": len(os.sched_getaffinity(0)),
-                "threads": torch.get_num_threads(),
+                "threads": kernel_threads(),
                 "bf16_dot": HAS_BF16_DOT,
                 "python": platform.python_version(),
                 "torch": torch.__version__,

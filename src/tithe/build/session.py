@@ -102,8 +102,8 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
             system_prompt=cfg.rollout.system_prompt,
         )
         spec, tensors = _adapter(cfg, base, adapter)
-        trainer = Trainer(base.decoder, spec, tensors, trainer_settings(cfg))
-        engine = _engine(cfg, base)
+        trainer = base.lane.call(Trainer, base.decoder, spec, tensors, trainer_settings(cfg))
+        engine = base.lane.call(_engine, cfg, base)
         player = Player(
             SingleTurnEnv(base.renderer, rewards), generate_with(engine), lambda i: prompts.prompt_ids(i.id)
         )

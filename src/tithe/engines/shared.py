@@ -176,7 +176,8 @@ class SharedEngine:
                 raise EngineError(f"{len(self._live)} versions are live, engine.max_live_versions is {self._max_live}")
             version = self._live.get(manifest.name)
         if version is None:  # else the very same version, which may have requests: proved again, not held twice
-            version = LiveVersion(manifest.name, manifest.version.serial, self.decoder.build_adapter(tensors, spec))
+            model = self.lane.call(self.decoder.build_adapter, tensors, spec)
+            version = LiveVersion(manifest.name, manifest.version.serial, model)
         self.lane.call(self._prove_and_serve, manifest.probe, version)
         return manifest.name
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tithe.models.kernels import swiglu as swiglu_kernel
-from tithe.quant import PackedMatrix
+from tithe.quant import PackedMatrix, kernel_threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """silu(gate)·up of float32 rows [R, 2I] → [R, I] in the operand dtype."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     act = torch.empty(rows, width, dtype=dtype)
-    scratch = torch.empty(torch.get_num_threads(), width)
+    scratch = torch.empty(kernel_threads(), width)
     args = [gate_up.data_ptr(), 0, width, act.data_ptr(), int(dtype == torch.bfloat16), scratch.data_ptr(), 8, rows]
     swiglu_kernel.bind(-(-rows // 8), args).run()
     return act

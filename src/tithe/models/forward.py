@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +18,9 @@ from tithe.models.decoder import Decoder, Layer, ModelAdapter, padded, scratch_f
 from tithe.models.experts import ExpertStep
 from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
 from tithe.models.kv import KVPages
-from tithe.models.linear import CopyStep, Step, adapter_steps
-from tithe.quant import Launch
-from tithe.quant.matrix import set_product_rows
+from tithe.models.linear import AdapterSteps, CopyStep, Linear, Step, adapter_steps
+from tithe.quant import Launch, kernel_threads
+from tithe.quant.matrix import set_product_rows, set_riders
 from tithe.quant.runtime import TASKS
 
 ROWS_PER_TASK = 8
@@ -34,7 +35,7 @@ class Scratch:
 
     def __init__(self, floats: int) -> None:
         self.floats = floats
-        self.buffer = torch.empty(torch.get_num_threads() * floats)
+        self.buffer = torch.empty(kernel_threads() * floats)
 
     @property
     def address(self) -> int:
@@ -142,61 +143,77 @@ PlanStep = Step | ExpertStep | BiasStep
 
 
 @dataclass(frozen=True, eq=False)
-class LayerSteps:
-    """The launches of one layer, between which adapters are added."""
+class Stage:
+    """Launches of one part of a layer: `prepare` makes the input that adapters read, then `main`; `base` of it are the
+    launches of the linear's own product."""
 
-    qkv: list[PlanStep]
-    finish: list[PlanStep]
-    attend: list[PlanStep]
-    o: list[PlanStep]
-    gate_up: list[PlanStep]
-    activate: list[PlanStep]
-    down: list[PlanStep]
+    prepare: list[PlanStep]
+    main: list[PlanStep]
+    base: list[Step]
 
 
-def layer_steps(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> LayerSteps:
-    """The launches of one layer on one set of buffers; x is updated in place."""
+def layer_stages(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> dict[str, Stage]:
+    """The launches of one layer on one set of buffers, by `STAGES`; x is updated in place."""
     layer, eps = decoder.layers[index], decoder.spec.rms_norm_eps
-    qkv: list[PlanStep] = [norm_step(b.x, layer.input_norm, b.xn, eps, scratch), *layer.qkv.steps(b.xn, b.qkv)]
-    finish: list[PlanStep] = [finish_step(decoder, layer, index, b, pages)]
-    attend: list[PlanStep] = [attention_step(decoder, index, b, pages, scratch)]
-    o: list[PlanStep] = [*layer.o.steps(b.att, b.x, add=True)]
-    if layer.o_bias is not None:
-        o.append(BiasStep(b.x, layer.o_bias))
-    post: list[PlanStep] = [norm_step(b.x, layer.post_norm, b.xn, eps, scratch)]
+
+    def linear(place: Linear | None, x: Tensor, out: Tensor, bias: Tensor | None, *, norm: Tensor | None) -> Stage:
+        assert place is not None
+        prepare: list[PlanStep] = [] if norm is None else [norm_step(b.x, norm, b.xn, eps, scratch)]
+        base = place.steps(x, out, add=out is b.x)
+        return Stage(prepare, [*base, *([] if bias is None else [BiasStep(out, bias)])], base)
+
+    stages = {
+        "qkv": linear(layer.qkv, b.xn, b.qkv, None, norm=layer.input_norm),
+        "finish": Stage([], [finish_step(decoder, layer, index, b, pages)], []),
+        "attend": Stage([], [attention_step(decoder, index, b, pages, scratch)], []),
+        "o": linear(layer.o, b.att, b.x, layer.o_bias, norm=None),
+    }
     if layer.experts is not None:
-        return LayerSteps(qkv, finish, attend, o, [*post, ExpertStep(layer.experts, b.xn, b.x)], [], [])
-    assert layer.gate_up is not None
-    assert layer.down is not None
-    gate_up = [*post, *layer.gate_up.steps(b.xn, b.gate_up)]
-    down: list[PlanStep] = [*layer.down.steps(b.act, b.x, add=True)]
-    if layer.down_bias is not None:
-        down.append(BiasStep(b.x, layer.down_bias))
-    return LayerSteps(qkv, finish, attend, o, gate_up, [swiglu_step(layer, b, scratch)], down)
+        normed = norm_step(b.x, layer.post_norm, b.xn, eps, scratch)
+        return stages | {"gate_up": Stage([normed], [ExpertStep(layer.experts, b.xn, b.x)], [])}
+    return stages | {
+        "gate_up": linear(layer.gate_up, b.xn, b.gate_up, None, norm=layer.post_norm),
+        "activate": Stage([], [swiglu_step(layer, b, scratch)], []),
+        "down": linear(layer.down, b.act, b.x, layer.down_bias, norm=None),
+    }
 
 
 class AdapterPlan:
     """An adapter's launches on a plan's buffers, movable to any range of rows."""
 
-    def __init__(self, adapter: ModelAdapter, b: RowBuffers, u: Tensor, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        b: RowBuffers,
+        u: Tensor,
+        inputs: Mapping[str, Tensor],
+        layers: Sequence[Mapping[str, Stage]],
+    ) -> None:
         outputs = b.outputs()
-        self.steps: list[dict[str, list[Step]]] = [
-            {place: adapter_steps(a, inputs[place], u, outputs[place]) for place, a in layer.items()}
-            for layer in adapter.layers
+        self.steps: list[dict[str, AdapterSteps]] = [
+            {
+                place: adapter_steps(a, inputs[place], u, outputs[place], stages[place].base)
+                for place, a in layer.items()
+            }
+            for layer, stages in zip(adapter.layers, layers, strict=True)
         ]
-        launches = [s for layer in self.steps for steps in layer.values() for s in steps if isinstance(s, Launch)]
+        everything = [steps for layer in self.steps for steps in layer.values()]
+        launches = [s for e in everything for s in (*e.before, *e.after) if isinstance(s, Launch)]
         self._args = [(s.args, int(s.args[3]), int(s.args[7])) for s in launches]
-        self._range = (0, -1)
+        self._riders = [e.riders for e in everything]
+        self.range = (0, -1)
 
     def set_range(self, start: int, stop: int) -> None:
         """Compute rows [start, stop) from now on."""
-        if (start, stop) == self._range:
+        if (start, stop) == self.range:
             return
-        self._range = (start, stop)
+        self.range = (start, stop)
         for args, x, out in self._args:
             args[3] = x + start * args[4] * 4
             set_product_rows(args, stop - start)
             args[7] = out + start * args[8] * (2 if args[18] else 4)
+        for riders in self._riders:
+            riders[:, 5], riders[:, 6] = start, stop
 
 
 class ForwardPlan:
@@ -223,7 +240,9 @@ class ForwardPlan:
         self._adapter_inputs = adapter_inputs or self.buffers.inputs()
         self.scratch = Scratch(scratch_floats(decoder.spec, longest))
         self.u = torch.empty(max_rows, 0)
-        self._layers = [layer_steps(decoder, i, self.buffers, pages, self.scratch) for i in range(len(decoder.layers))]
+        self._layers = [layer_stages(decoder, i, self.buffers, pages, self.scratch) for i in range(len(decoder.layers))]
+        self._riding: tuple[object, ...] = ()
+        self._riders: list[np.ndarray] = []
         self._adapters: dict[int, tuple[ModelAdapter, AdapterPlan]] = {}
         self._rows = -1
 
@@ -238,7 +257,7 @@ class ForwardPlan:
         if id(adapter) not in self._adapters:
             self._adapters[id(adapter)] = (
                 adapter,
-                AdapterPlan(adapter, self.buffers, self.u, self._adapter_inputs),
+                AdapterPlan(adapter, self.buffers, self.u, self._adapter_inputs, self._layers),
             )
         return self._adapters[id(adapter)][1]
 
@@ -248,15 +267,7 @@ class ForwardPlan:
         self._rows = n
         blocks = -(-n // ROWS_PER_TASK)
         for layer in self._layers:
-            for step in (
-                *layer.qkv,
-                *layer.finish,
-                *layer.attend,
-                *layer.o,
-                *layer.gate_up,
-                *layer.activate,
-                *layer.down,
-            ):
+            for step in (s for stage in layer.values() for s in (*stage.prepare, *stage.main)):
                 if isinstance(step, (ExpertStep, BiasStep)):
                     step.rows = n
                 elif isinstance(step, Launch) and step.of is rms_norm:
@@ -279,7 +290,24 @@ class ForwardPlan:
                 plan = self._plan_of(adapter)
                 plan.set_range(start, stop)
                 plans.append(plan)
+        self._attach(plans)
         return plans
+
+    def _attach(self, plans: Sequence[AdapterPlan]) -> None:
+        """Let the adapters of this run ride on the base products."""
+        riding = tuple((plan, plan.range) for plan in plans)
+        if riding == self._riding:
+            return
+        self._riding, self._riders = riding, []
+        for i, layer in enumerate(self._layers):
+            for place, stage in layer.items():
+                if len(stage.base) != 1 or not isinstance(stage.base[0], Launch):
+                    continue
+                found = [plan.steps[i][place].riders for plan in plans if place in plan.steps[i]]
+                together = np.concatenate(found) if found else None
+                set_riders(stage.base[0], together)
+                if together is not None:
+                    self._riders.append(together)
 
     def run(self, ids: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Residual stream x [n, H] float32 after all layers (a view) for int32 ids [n].
@@ -292,16 +320,24 @@ class ForwardPlan:
         return self.buffers.x[: len(ids)]
 
     def run_layer(self, i: int, plans: Sequence[AdapterPlan], tap: Tap | None = None) -> None:
-        """One layer in place; `tap(i, stage)` is called after each stage of `STAGES` when given."""
-        layer = self._layers[i]
-        stages = (layer.qkv, layer.finish, layer.attend, layer.o, layer.gate_up, layer.activate, layer.down)
-        for stage, steps in zip(STAGES, stages, strict=True):
-            for step in steps:
+        """One layer in place. `tap(i, name)` is called after each stage of `STAGES` when given; around a linear
+        also with ``+input`` (adapters are about to read it) and ``+adapter`` (their share is added).
+        """
+        for name, stage in self._layers[i].items():
+            for step in stage.prepare:
+                step.run()
+            if tap is not None and name in PLACES:
+                tap(i, f"{name}+input")
+            adapters = [plan.steps[i][name] for plan in plans if name in plan.steps[i]]
+            for adapter in adapters:
+                for step in adapter.before:
+                    step.run()
+            for step in stage.main:
                 step.run()
             if tap is not None:
-                tap(i, stage)
-            for plan in plans:
-                for step in plan.steps[i].get(stage, ()):
+                tap(i, name)
+            for adapter in adapters:
+                for step in adapter.after:
                     step.run()
-            if tap is not None and stage in PLACES:
-                tap(i, f"{stage}+adapter")
+            if tap is not None and name in PLACES:
+                tap(i, f"{name}+adapter")

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from tithe.errors import RunError
+from tithe.quant import set_threads
 
 T = TypeVar("T")
 
@@ -39,9 +40,13 @@ class Ticker(Protocol):
 
 
 class Lane:
-    """Start with `start`, end with `close`. `call` from the lane's own thread runs at once."""
+    """Start with `start`, end with `close`. `call` from the lane's own thread runs at once.
 
-    def __init__(self, name: str = "tithe-lane") -> None:
+    `threads` is what it computes with (`quant.set_threads`, called in the lane); None leaves torch's setting alone.
+    """
+
+    def __init__(self, name: str = "tithe-lane", threads: int | None = None) -> None:
+        self._threads = threads
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._tickers: list[Ticker] = []
         self._condition = threading.Condition()
@@ -96,6 +101,8 @@ class Lane:
             self._jobs.popleft()[1].cancel()
 
     def _loop(self) -> None:
+        if self._threads is not None:
+            set_threads(self._threads)
         while True:
             with self._condition:
                 while not (self._closed or self._jobs or any(t.has_work() for t in self._tickers)):

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tithe.lora import LoraSpec, tensor_names
 from tithe.quant import HAS_BF16_DOT, Launch, PackedMatrix, pack_dense
+from tithe.quant.matrix import can_ride, rider
 
 
 class CopyStep:
@@ -132,17 +134,33 @@ def build_adapter(
     return LinearAdapter(pack_dense(torch.cat(rows), rounded=rounded), tuple(sites)) if rows else None
 
 
-def adapter_steps(adapter: LinearAdapter, x: Tensor, u: Tensor, out: Tensor) -> list[Step]:
-    """Launches for u = x·Aᵀ and out[:, site] += scale·u·Bᵀ; u is an operand buffer of at least Σr columns."""
-    x, steps = operand_steps(x)
+@dataclass(frozen=True, eq=False)
+class AdapterSteps:
+    """An adapter's launches on fixed buffers: `before` the base product u = x·Aᵀ, and then each site's
+    out[:, site] += scale·u·Bᵀ, either riding on the base product (`riders`, int64 [n, 9]) or `after` it. Same numbers.
+    """
+
+    before: list[Step]
+    riders: np.ndarray
+    after: list[Step]
+
+
+def adapter_steps(adapter: LinearAdapter, x: Tensor, u: Tensor, out: Tensor, base: Sequence[Step]) -> AdapterSteps:
+    """Steps of an adapter on a linear whose own steps are `base`; u is an operand buffer of at least Σr columns."""
+    x, before = operand_steps(x)
     u = u[:, : adapter.width]
-    steps.append(adapter.a.product(x, u))
-    wide, widen = operand_steps(u)
-    steps += widen
+    before.append(adapter.a.product(x, u))
+    wide, after = operand_steps(u)
+    riders: list[list[int]] = []
+    alone = base[0] if len(base) == 1 and isinstance(base[0], Launch) else None
     for s in adapter.sites:
-        target = out[:, s.site.start : s.site.stop]
-        steps.append(s.b.product(wide[:, s.a_start : s.a_start + s.rank], target, add=True, factor=s.scale))
-    return steps
+        columns = wide[:, s.a_start : s.a_start + s.rank]
+        if alone is not None and can_ride(alone, s.site.start, s.site.stop):
+            riders.append(rider(columns, s.b, s.scale, s.site.start, s.site.stop))
+        else:
+            target = out[:, s.site.start : s.site.stop]
+            after.append(s.b.product(columns, target, add=True, factor=s.scale))
+    return AdapterSteps(before, np.array(riders, np.int64).reshape(-1, 9), after)
 
 
 def fuse(sites: Sequence[tuple[str, PackedMatrix]]) -> Linear:

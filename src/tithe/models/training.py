@@ -17,7 +17,7 @@ from torch import Tensor
 from tithe.errors import ModelError
 from tithe.models.decoder import Decoder, padded
 from tithe.models.dropout import AdapterDropout
-from tithe.models.forward import PLACES, ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, norm_step
+from tithe.models.forward import ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, norm_step
 from tithe.models.gradients import (
     BACKWARD_ROWS,
     attention_backward,
@@ -158,8 +158,9 @@ class TrainPass:
         assert layout is not None
         if stage == "finish" and len(layout.fork_source):
             self.pages.fork_step(i, layout.fork_source, layout.fork_target, layout.fork_slots).run()
-        if self.dropout is not None and stage in PLACES:
-            self.dropout.fill(i, stage, self.plan.buffers.inputs()[stage], self._n)
+        place = stage.removesuffix("+input")
+        if self.dropout is not None and place != stage:
+            self.dropout.fill(i, place, self.plan.buffers.inputs()[place], self._n)
 
     def _tap(self, i: int, stage: str) -> None:
         """Fork shared pages, then copy what the backward will read."""

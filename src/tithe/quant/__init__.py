@@ -1,7 +1,7 @@
 """Low-bit formats and their maths: exact references, packed storage, products and expansions with one W̃ each."""
 
 from tithe.quant.matrix import PackedMatrix, pack_dense, pack_int4, pack_int8, set_threads
-from tithe.quant.runtime import HAS_BF16_DOT, Kernel, Launch, kernel
+from tithe.quant.runtime import HAS_BF16_DOT, Kernel, Launch, kernel, kernel_threads
 
 __all__ = [
     "HAS_BF16_DOT",
@@ -9,6 +9,7 @@ __all__ = [
     "Launch",
     "PackedMatrix",
     "kernel",
+    "kernel_threads",
     "pack_dense",
     "pack_int4",
     "pack_int8",

@@ -21,6 +21,7 @@ from tithe.quant.runtime import (
     fma,
     i8p,
     i32p,
+    i64p,
     kernel,
     next_slot,
     next_task,
@@ -179,8 +180,30 @@ def _finish(tile: Any, rows: Any, columns: Any, out: Any, ldo: Any, out_bf16: An
                 o32[c] = fma(scale, tile[r * 48 + c], o32[c]) if add else tile[r * 48 + c]
 
 
+@njit
+def _ride(riders: Any, n: Any, panel: Any, first: Any, count: Any, out: Any, ldo: Any) -> None:
+    """Add every rider's share to the rows first..first+count of one panel, while they are in the cache.
+
+    A rider is a small product that lands on the same outputs, out += scale·u·Bᵀ, as nine int64: u, its row stride in
+    pairs, B's panels, pairs of its rank, scale (float64 bits), first and last row, first and last panel.
+    """
+    for k in range(n):
+        rider = i64p(riders + k * 72)
+        if panel < rider[7] or panel >= rider[8]:
+            continue
+        begin, end = max(first, rider[5]), min(first + count, rider[6])
+        w = u32p(rider[2] + (panel - rider[7]) * rider[3] * 192)
+        scale = np.float32(as_float(rider[4]))
+        if end - begin == DOT_ROWS:
+            dot_tile_add(u32p(rider[0] + begin * rider[1] * 4), rider[1], w, rider[3], f32p(out), ldo, scale)
+        else:
+            for r in range(begin, end):
+                row = u32p(rider[0] + r * rider[1] * 4)
+                dot_row_add(row, rider[1], w, rider[3], f32p(out + (r - first) * ldo * 4), ldo, scale)
+
+
 # x, ldx (pairs), rows, steps (K/2), out, ldo, columns (N), kind, data, scale, zero, scratch, scratch_stride (bytes),
-# add, factor, out_bf16
+# add, factor, out_bf16, rounded, rows per task, riders, number of riders
 @kernel
 def matmul_dot(args: Any) -> None:
     """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ), bf16 operands, float32 accumulation; a task: panel × block of rows."""
@@ -225,6 +248,7 @@ def matmul_dot(args: Any) -> None:
                         dot_row_add(row, ldx, w, steps, f32p(target + r * ldo * 4), ldo, factor)
                     else:
                         dot_row(row, ldx, w, steps, f32p(target + r * ldo * 4), ldo, _NO_SCALE)
+            _ride(args[21], args[22], t, i, count, target, ldo)
 
 
 # the same arguments; x and ldx count float32; slot 19: W̃ rounded to bf16

@@ -70,7 +70,12 @@ _scratch = _Scratch()
 
 
 def set_threads(n: int) -> None:
-    """Use n threads in torch and in the kernels alike."""
+    """Use n threads in torch and in the kernels alike. Call it in the thread that computes.
+
+    libgomp keeps a team per calling thread, and when the teams together outnumber the processors their workers stop
+    waiting actively: every small kernel then pays for waking one. So one thread computes, and the others keep
+    torch at 1.
+    """
     torch.set_num_threads(n)
     set_kernel_threads(n)
     _scratch.threads = n
@@ -130,7 +135,7 @@ class PackedMatrix:
         args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
         args += [out.data_ptr(), out.stride(0), self.rows, *self._source(), address, stride, int(add)]
         row_block = _row_block(self.panels, x.shape[0])
-        values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded), row_block]
+        values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded), row_block, 0, 0]
         chosen = matmul_dot if dot else matmul_fma
         launch = chosen.bind(self.panels, values, (self, x, out, _scratch.buffer))
         set_product_rows(launch.args, x.shape[0])
@@ -238,6 +243,24 @@ def set_product_rows(args: np.ndarray, rows: int) -> None:
     panels = -(-int(args[9]) // PANEL)
     args[20] = _row_block(panels, rows)
     args[TASKS] = panels * -(-rows // int(args[20]))
+
+
+def can_ride(base: Launch, start: int, stop: int) -> bool:
+    """Whether products on the outputs [start, stop) of a base product may ride on it: whole panels, bf16 operands."""
+    return base.of is matmul_dot and int(base.args[9]) % PANEL == 0 and start % PANEL == 0 and stop % PANEL == 0
+
+
+def rider(u: Tensor, b: PackedMatrix, scale: float, start: int, stop: int) -> list[int]:
+    """The nine numbers of a product out[:, start:stop] += scale·u·Bᵀ that rides on another (see `kernels._ride`)."""
+    bits = int(np.float64(scale).view(np.int64))
+    rows = [0, u.shape[0], start // PANEL, stop // PANEL]
+    return [u.data_ptr(), u.stride(0) // 2, b.data.data_ptr(), b.columns // 2, bits, *rows]
+
+
+def set_riders(base: Launch, riders: np.ndarray | None) -> None:
+    """Let products ride on a base product: int64 [n, 9], kept alive by the caller; None for none."""
+    base.args[21] = 0 if riders is None else riders.ctypes.data
+    base.args[22] = 0 if riders is None else len(riders)
 
 
 def transposed_numel(rows: int, columns: int) -> int:

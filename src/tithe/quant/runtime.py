@@ -71,6 +71,11 @@ def set_kernel_threads(n: int) -> None:
     _pool.parallel = _gomp_parallel()
 
 
+def kernel_threads() -> int:
+    """Threads of every launch: kernels need scratch for as many."""
+    return _pool.threads
+
+
 def _host_features() -> frozenset[str]:
     if os.environ.get("NUMBA_CPU_NAME", "") not in ("", binding.get_host_cpu_name()):
         return frozenset()
