@@ -1,0 +1,131 @@
+"""What holds between the parts: probes that fit, versions kept while they are needed, ends without a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.runs import RunFiles, metric_rows, query
+from tithe.build import resume, train
+from tithe.build.hooks import PROBE_TOKENS, Publisher
+from tithe.build.session import open_session
+from tithe.config import RunConfig, load_config
+from tithe.errors import ConfigError, NonFiniteError
+from tithe.types import PolicyVersion
+from tithe.weight_sync import DirectoryChannel, read_manifest
+
+
+def config(files: RunFiles, *overrides: str) -> RunConfig:
+    return load_config(files.yaml, [*overrides, "run.eval_every=null"])
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(40, 1), (40, 8), (39, 25)])
+def test_a_probe_fits_whatever_a_request_may_take(files, tmp_path, prompt, new) -> None:
+    """Prompts at their limit and a context without any room to spare."""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": "x" * n, "answer": 1}) + "\n" for n in range(9, 21))
+    )
+    sizes = (
+        f"rollout.max_prompt_tokens={prompt}",
+        f"rollout.max_new_tokens={new}",
+        f"model.max_context={prompt + new}",
+    )
+    cfg = config(files, *sizes, f"task.source={tmp_path / 'rows.jsonl'}")
+    with open_session(cfg) as session:
+        lengths = [len(session.prompts.prompt_ids(item.id)) for item in session.prompts.items]
+        assert max(lengths) > prompt - 8, "the prompts are about as long as may be"
+        channel = DirectoryChannel(tmp_path / "adapters", "probe")
+        name = Publisher(session, channel).publish(PolicyVersion(0, 0))
+        probe = read_manifest(channel.list_versions()[-1]).probe
+    assert name.startswith("probe-0-v0-")
+    assert len(probe.token_ids) <= prompt + new
+    assert len(probe.completion_ids) == PROBE_TOKENS
+
+
+def test_a_policy_that_is_no_numbers_any_more_is_not_published(files, tmp_path) -> None:
+    with open_session(config(files)) as session:
+        channel = DirectoryChannel(tmp_path / "adapters", "probe")
+        publisher = Publisher(session, channel)
+        publisher.publish(PolicyVersion(0, 0))
+        enormous = {n: t * 0 + 1e25 for n, t in session.trainer.state_tensors().items()}
+        session.trainer.load_state(enormous, {"optimizer_step": 3, "adam_step": 0})
+        with pytest.raises(NonFiniteError, match=r"after optimizer step 3 .* lower optimizer\.lr"):
+            publisher.publish(PolicyVersion(0, 1))
+        assert len(channel.list_versions()) == 1
+        assert session.engine.stats()["live_versions"] == 1
+
+
+def test_versions_stay_while_untrained_rollouts_or_the_certificate_need_them(files, tmp_path) -> None:
+    """Sampling runs far ahead here, so the last batches come from versions long past."""
+    changes = ("rl.max_policy_update_lag=30", "run.max_steps=8", "run.checkpoint_every=1", "run.keep_checkpoints=1")
+    result = train(config(files, *changes, "engine.max_live_versions=2"), tmp_path / "run")
+    assert result["max_abs_dlogp"] == 0.0
+    needed = query(
+        tmp_path / "run", "SELECT DISTINCT admitted_serial FROM rollout_group WHERE state IN ('ready', 'trained')"
+    )
+    kept = {read_manifest(path).version.serial for path in (tmp_path / "run" / "adapters").iterdir()}
+    assert {serial for (serial,) in needed} <= kept
+
+
+def test_old_versions_go_once_nobody_needs_them(files, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tithe.build.hooks.CERTIFIED_TOKENS", 1)
+    changes = ("run.max_steps=7", "run.checkpoint_every=1", "engine.max_live_versions=2", "run.keep_checkpoints=1")
+    train(config(files, *changes), tmp_path / "run")
+    kept = sorted(read_manifest(path).version.serial for path in (tmp_path / "run" / "adapters").iterdir())
+    assert kept == [6, 7]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000007"]
+
+
+def test_a_run_without_time_for_a_batch_ends_well_and_goes_on(files, tmp_path, capsys) -> None:
+    result = train(config(files, "run.max_minutes=0.00001"), tmp_path / "run")
+    assert (result["steps"], result["reason"]) == (0, "max_minutes")
+    assert "max_abs_dlogp" not in result
+    assert "no parity certificate" in capsys.readouterr().err
+    more = resume(tmp_path / "run", ["run.max_minutes=null", "run.max_steps=1"])
+    assert (more["steps"], more["max_abs_dlogp"]) == (1, 0.0)
+
+
+def test_a_finished_run_is_resumed_without_training_anything_again(files, tmp_path) -> None:
+    train(config(files, "run.max_steps=2"), tmp_path / "run")
+    adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    before = adapter.read_bytes()
+    assert resume(tmp_path / "run", [])["steps"] == 2
+    assert adapter.read_bytes() == before
+    assert [row["step"] for row in metric_rows(tmp_path / "run") if "loss" in row] == [1, 2]
+    assert resume(tmp_path / "run", ["run.max_steps=3"])["steps"] == 3
+    assert adapter.read_bytes() != before
+
+
+def test_a_damaged_old_version_costs_only_its_own_rollouts_the_certificate(files, tmp_path, capsys) -> None:
+    run_dir: Path = tmp_path / "run"
+    train(config(files, "run.max_steps=2"), run_dir)
+    (next(run_dir.glob("adapters/*-v0-*")) / "adapter_config.json").write_text("{}")
+    (run_dir / "adapters" / ".tmp-killed-writer").mkdir()
+    result = resume(run_dir, ["run.max_steps=3"])
+    assert result["max_abs_dlogp"] == 0.0
+    assert "not certified" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_begin_leaves_an_other_run_in_its_place_alone(files, tmp_path) -> None:
+    """Two runs that chose the same free directory: the second is refused and touches nothing."""
+    run_dir = tmp_path / "run"
+    train(config(files, "run.max_steps=1"), run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(Exception, match="already holds the pool of a run"):
+        train(config(files), run_dir)
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_sizes_that_do_not_fit_together_name_their_key(files) -> None:
+    with (
+        pytest.raises(ConfigError, match="max_context") as caught,
+        open_session(
+            config(files).model_copy(
+                update={"rollout": config(files).rollout.model_copy(update={"max_new_tokens": 500})}
+            )
+        ),
+    ):
+        pass
+    assert caught.value.key == "model.max_context"
