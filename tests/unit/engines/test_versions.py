@@ -393,8 +393,9 @@ def test_the_version_before_leaves_nothing_behind_once_dropped(rigs, policy) -> 
     assert free == rig.engine.pages.pages
 
 
-def test_recompute_in_the_middle_of_a_prompt_begins_it_again(rigs) -> None:
-    rig = rigs(on_publish="recompute", prefill_tokens=8, max_running=1)
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_a_prompt_that_is_half_read_begins_again_under_the_new_version(rigs, policy) -> None:
+    rig = rigs(on_publish=policy, prefill_tokens=8, max_running=1)
     rig.publish_random(1)
     future = rig.engine.submit(request(PROMPT, max_new_tokens=6))
     rig.tick(1)
