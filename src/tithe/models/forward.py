@@ -17,7 +17,7 @@ from torch import Tensor
 from tithe.models.decoder import Decoder, Layer, ModelAdapter, padded, scratch_floats
 from tithe.models.experts import ExpertStep
 from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
-from tithe.models.kv import KVPages
+from tithe.models.kv import PAGE, KVPages
 from tithe.models.linear import AdapterSteps, CopyStep, Linear, Step, adapter_steps
 from tithe.quant import Launch, kernel_threads
 from tithe.quant.matrix import set_product_rows, set_riders
@@ -104,7 +104,8 @@ def finish_step(decoder: Decoder, layer: Layer, index: int, b: RowBuffers, pages
     values = [*args, float(spec.rms_norm_eps), decoder.cos.data_ptr(), decoder.sin.data_ptr(), b.position.data_ptr()]
     values += [b.sequence.data_ptr(), b.table.data_ptr(), b.table.shape[1]]
     values += [pages.keys[index].data_ptr(), pages.values[index].data_ptr(), is_bf16(pages.keys)]
-    return finish_qkv.bind(b.x.shape[0], values, (layer, b, pages))
+    rows = b.x.shape[0]
+    return finish_qkv.bind(-(-rows // PAGE), [*values, rows], (layer, b, pages))
 
 
 def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> Launch:
@@ -274,7 +275,9 @@ class ForwardPlan:
                     step.args[TASKS], step.args[11] = blocks, n
                 elif isinstance(step, Launch) and step.of is swiglu:
                     step.args[TASKS], step.args[10] = blocks, n
-                elif isinstance(step, Launch) and step.of in (finish_qkv, attention):
+                elif isinstance(step, Launch) and step.of is finish_qkv:
+                    step.args[TASKS], step.args[21] = -(-n // PAGE), n
+                elif isinstance(step, Launch) and step.of is attention:
                     step.args[TASKS] = n
                 elif not isinstance(step, CopyStep):
                     set_product_rows(step.args, n)

@@ -26,6 +26,7 @@ from tithe.quant.runtime import (
     kernel,
     next_slot,
     next_task,
+    prefetch,
     stack_f32,
     u16p,
     write_row,
@@ -101,47 +102,56 @@ def _rotate(x: Any, cos: Any, sin: Any, half: Any) -> None:
         x[i + half] = fma(high, cos[i], low * sin[i])
 
 
+@njit
+def _write_kv(k: Any, v: Any, base: Any, slot: Any, dim: Any, keys: Any, values: Any, as_bf16: Any) -> None:
+    """One position's key (a column of its page) and value (a row) at element `base` of a layer's pages."""
+    if as_bf16:
+        kp, vp = u16p(keys + base * 2), u16p(values + (base + slot * dim) * 2)
+        for i in range(dim):
+            kp[i * 16 + slot] = f32_to_bf16(k[i])
+            vp[i] = f32_to_bf16(v[i])
+    else:
+        kf, vf = f32p(keys + base * 4), f32p(values + (base + slot * dim) * 4)
+        for i in range(dim):
+            kf[i * 16 + slot] = k[i]
+            vf[i] = v[i]
+
+
 # qkv [R, ld] float32 in place, ld, Hq, Hkv, D, bias or 0, q_norm or 0, k_norm or 0, eps, cos, sin [positions, D/2],
-# position [R], sequence [R], block table [S, ldt], ldt, key pages, value pages, pages_bf16
+# position [R], sequence [R], block table [S, ldt], ldt, key pages, value pages, pages_bf16, R
 @kernel
 def finish_qkv(args: Any) -> None:
-    """Bias, head norms and rotary on q and k; writes k and v of the row into its sequence's page. One task a row."""
+    """Bias, head norms and rotary on q and k; writes k and v of each row into its sequence's page.
+
+    A task is 16 rows: neighbours in a prompt share a page, and two threads on one page would fight for its lines.
+    """
     ld, heads, kv_heads, dim = args[4], args[5], args[6], args[7]
     bias, q_norm, k_norm, eps = args[8], args[9], args[10], np.float32(as_float(args[11]))
     position, sequence, table = i32p(args[14]), i32p(args[15]), i32p(args[16])
-    pages_bf16 = args[20] != 0
     while True:
-        r = next_task(args)
-        if r >= args[1]:
+        t = next_task(args)
+        if t >= args[1]:
             break
-        row = f32p(args[3] + r * ld * 4)
-        p = np.int64(position[r])
-        if bias != 0:
-            b = f32p(bias)
-            for i in range((heads + 2 * kv_heads) * dim):
-                row[i] += b[i]
-        cos, sin = f32p(args[12] + p * dim * 2), f32p(args[13] + p * dim * 2)
-        for h in range(heads + kv_heads):
-            head = f32p(args[3] + (r * ld + h * dim) * 4)
-            norm = q_norm if h < heads else k_norm
-            if norm != 0:
-                _head_norm(head, f32p(norm), dim, eps)
-            _rotate(head, cos, sin, dim // 2)
-        page = np.int64(table[np.int64(sequence[r]) * args[17] + p // 16])
-        for h in range(kv_heads):
-            k = f32p(args[3] + (r * ld + (heads + h) * dim) * 4)
-            v = f32p(args[3] + (r * ld + (heads + kv_heads + h) * dim) * 4)
-            base = (page * kv_heads + h) * dim * 16
-            if pages_bf16:
-                kp, vp = u16p(args[18] + base * 2), u16p(args[19] + (base + (p % 16) * dim) * 2)
-                for i in range(dim):
-                    kp[i * 16 + p % 16] = f32_to_bf16(k[i])
-                    vp[i] = f32_to_bf16(v[i])
-            else:
-                kf, vf = f32p(args[18] + base * 4), f32p(args[19] + (base + (p % 16) * dim) * 4)
-                for i in range(dim):
-                    kf[i * 16 + p % 16] = k[i]
-                    vf[i] = v[i]
+        for r in range(t * 16, min(t * 16 + 16, args[21])):
+            row = f32p(args[3] + r * ld * 4)
+            p = np.int64(position[r])
+            if bias != 0:
+                b = f32p(bias)
+                for i in range((heads + 2 * kv_heads) * dim):
+                    row[i] += b[i]
+            cos, sin = f32p(args[12] + p * dim * 2), f32p(args[13] + p * dim * 2)
+            for h in range(heads + kv_heads):
+                head = f32p(args[3] + (r * ld + h * dim) * 4)
+                norm = q_norm if h < heads else k_norm
+                if norm != 0:
+                    _head_norm(head, f32p(norm), dim, eps)
+                _rotate(head, cos, sin, dim // 2)
+            page = np.int64(table[np.int64(sequence[r]) * args[17] + p // 16])
+            for h in range(kv_heads):
+                k = f32p(args[3] + (r * ld + (heads + h) * dim) * 4)
+                v = f32p(args[3] + (r * ld + (heads + kv_heads + h) * dim) * 4)
+                base = (page * kv_heads + h) * dim * 16
+                _write_kv(k, v, base, p % 16, dim, args[18], args[19], args[20] != 0)
 
 
 @njit
@@ -190,7 +200,10 @@ def attention(args: Any) -> None:
             q = args[3] + (r * ldq + h * group * dim) * 4
             for i in range(pages):
                 key = args[8] + (np.int64(table[own + i]) * kv_heads + h) * page_bytes
+                if i + 1 < pages:
+                    prefetch(args[8] + (np.int64(table[own + i + 1]) * kv_heads + h) * page_bytes, page_bytes)
                 score_block(q, dim, group, key, dim, scores + i * 64, longest, pages_bf16)
+            prefetch(args[9] + (np.int64(table[own]) * kv_heads + h) * page_bytes, page_bytes)
             o = f32p(answer)
             for i in range(group * dim):
                 o[i] = _ZERO
@@ -203,6 +216,8 @@ def attention(args: Any) -> None:
             for i in range(pages):
                 value = args[9] + (np.int64(table[own + i]) * kv_heads + h) * page_bytes
                 count = min(16, n - i * 16)
+                if i + 1 < pages:
+                    prefetch(args[9] + (np.int64(table[own + i + 1]) * kv_heads + h) * page_bytes, page_bytes)
                 value_block(scores + i * 64, longest, 1, group, value, dim, count, dim, answer, dim, pages_bf16)
             for g in range(group):
                 for i in range(dim):

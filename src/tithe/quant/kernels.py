@@ -25,6 +25,7 @@ from tithe.quant.runtime import (
     kernel,
     next_slot,
     next_task,
+    prefetch,
     stack_f32,
     u8p,
     u16p,
@@ -181,6 +182,24 @@ def _finish(tile: Any, rows: Any, columns: Any, out: Any, ldo: Any, out_bf16: An
 
 
 @njit
+def _ahead(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, columns: Any, rows: Any) -> Any:
+    """Where the data begin of the panel that is likely this thread's next, and how many bytes of it to ask for with
+    each tile of rows; asks for its scales at once. At decode sizes a panel is too short for hardware to run ahead.
+    """
+    following = panel + 2
+    if following * 48 >= columns:
+        return data, 0
+    size = steps * (192 if kind == BF16 else (48 if kind == INT4 else 96))
+    if kind != BF16:
+        prefetch(scale + following * steps * 6, steps * 6)
+    if kind == INT4:
+        prefetch(zero + following * steps * 6, steps * 6)
+    tiles = max(1, (rows + DOT_ROWS - 1) // DOT_ROWS)
+    share = (size // tiles + 63) // 64 * 64
+    return data + following * size, share
+
+
+@njit
 def _ride(riders: Any, n: Any, panel: Any, first: Any, count: Any, out: Any, ldo: Any) -> None:
     """Add every rider's share to the rows first..first+count of one panel, while they are in the cache.
 
@@ -228,7 +247,10 @@ def matmul_dot(args: Any) -> None:
         w = u32p(panel)
         width = min(48, columns - t * 48)
         via_tile = out_bf16 or width < 48
+        ahead, share = _ahead(kind, data, scale, zero, t, steps, columns, end - begin)
         for i in range(begin, end, DOT_ROWS):
+            prefetch(ahead, share)
+            ahead += share
             count = min(DOT_ROWS, end - i)
             target = out + (i * ldo + t * 48) * size
             if count == DOT_ROWS and not via_tile and not add:

@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import math
 import os
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.typing import signature
 from numba.extending import intrinsic as numba_intrinsic
+
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 COUNTER, TASKS, SLOT, FIRST = 0, 1, 2, 3
 _ARGUMENTS, _RESULT = (types.CPointer(types.int64),), types.void
@@ -264,6 +267,26 @@ def stack_f32(typingctx: Any, n: Any) -> Any:
         return builder.bitcast(slot, ir.PointerType(ir.FloatType()))
 
     return signature(types.CPointer(types.float32), n), codegen
+
+
+@intrinsic
+def _prefetch_line(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address; nothing where there is no such instruction."""
+
+    def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        if _IS_X86:
+            function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+            builder.call(ir.InlineAsm(function_type, "prefetcht1 ($0)", "r", side_effect=True), values)
+        return context.get_dummy_value()
+
+    return signature(types.void, types.int64), codegen
+
+
+@njit
+def prefetch(address: Any, n_bytes: Any) -> None:
+    """Ask for a stretch of memory that will be read soon; the hardware's own prefetcher stops at page ends."""
+    for at in range(0, n_bytes, 64):
+        _prefetch_line(address + at)
 
 
 # ---------------------------------------------------------------- bf16 as uint16

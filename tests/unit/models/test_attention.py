@@ -52,7 +52,7 @@ class Bench:
         args = [qkv.data_ptr(), self.width, self.heads, self.kv_heads, self.dim, *optional, 1e-6]
         args += [t.data_ptr() for t in (self.cos, self.sin, position, sequence, self.table)]
         args += [TABLE, self.keys.data_ptr(), self.values.data_ptr(), int(self.dtype == torch.bfloat16)]
-        finish_qkv.bind(len(qkv), args).run()
+        finish_qkv.bind(-(-len(qkv) // 16), [*args, len(qkv)]).run()
         return qkv
 
     def attend(self, qkv: Tensor, position: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
