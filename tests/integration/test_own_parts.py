@@ -144,3 +144,18 @@ def test_everything_else_switched_on(files, launcher, tmp_path) -> None:
     assert resumed.code == 0, resumed.err
     assert resumed.answer()["steps"] == 4
     assert [row["step"] for row in metric_rows(out) if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_fewer_rows_than_a_batch_are_drawn_again(files, launcher, tmp_path) -> None:
+    """F11: three training rows, batches of four groups: no batch is cut short, and the run does not end at once."""
+    (tmp_path / "few.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {i}", "answer": i}) + "\n" for i in range(5))
+    )
+    path = files.write(
+        "few", task={"source": str(tmp_path / "few.jsonl"), "eval_size": 2}, rl={"batch_size_per_update": 16}
+    )
+    out = run(launcher, path, tmp_path, "run.max_steps=3")
+    batches = query(out, "SELECT COUNT(*) FROM rollout_group WHERE state = 'trained' GROUP BY batch_serial")
+    assert batches == [(4,)] * 3
+    drawn = query(out, "SELECT COUNT(*) FROM rollout_group WHERE state = 'trained' GROUP BY prompt_id")
+    assert drawn == [(4,)] * 3, "every row as often as the others"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from support.launcher import Launcher, Run
+from support.learning import Forgetful
 from support.runs import RunFiles, metric_rows, query, trained_serial, trained_tokens
+from tithe.cli.main import main
 
 pytestmark = pytest.mark.integration
 STEPS, GROUPS = 6, 2
@@ -93,6 +97,28 @@ def test_a_second_signal_ends_at_once_and_the_run_can_still_be_resumed(files, la
         run.signal(signal.SIGTERM).wait()
     assert run.code in (0, -signal.SIGTERM)
     assert launcher.run("resume", run_dir, cwd=tmp_path).code == 0
+    check_whole(run_dir)
+    assert adapter_bytes(run_dir) == adapter_bytes(unbroken.run_dir)
+
+
+# ------------------------------------------------------------------ refused publications
+
+
+def test_a_run_whose_engine_serves_stale_prompts_stops_and_can_be_resumed(
+    files, launcher, tmp_path, unbroken, monkeypatch, capsys
+) -> None:
+    """The probe refuses the first version that the cache outlives; nothing sampled under it was ever trained."""
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr("tithe.engines.shared.PromptCache", Forgetful)
+        assert main(["train", str(files.yaml), f"run.dir={run_dir}"]) == 1
+    err = capsys.readouterr().err
+    assert re.search(
+        r"^tithe: tiny-0-v1-\w{8} is refused \((mismatch|stale)\): .*the old version keeps serving", err, re.MULTILINE
+    )
+    assert json.loads((run_dir / "run.json").read_text())["status"] == "failed"
+    resumed = launcher.run("resume", run_dir, cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
     check_whole(run_dir)
     assert adapter_bytes(run_dir) == adapter_bytes(unbroken.run_dir)
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from support.decoders import random_adapter
 from tithe.advantages import batch_advantages
 from tithe.engines import SharedEngine
+from tithe.engines.cache import PromptCache
+from tithe.engines.sequences import LiveVersion, Prompt
 from tithe.lora import LoraSpec, init_tensors
 from tithe.losses import Aggregation, LossSettings
 from tithe.models import Decoder, Lane
@@ -125,6 +127,17 @@ def train(learner: Trainer, what: TrainingBatch) -> StepResult:
     for micro in learner.plan(what):
         learner.accumulate(micro)
     return learner.step()
+
+
+class Forgetful(PromptCache):
+    """A prompt cache whose keys lack the version: what D01 warns of."""
+
+    def acquire(self, version: LiveVersion, tokens: tuple[int, ...], own: int) -> tuple[Prompt, list[int]] | None:
+        for prompt in list(self._prompts.values()):
+            if prompt.tokens == tokens and prompt.ready:
+                prompt.users += 1
+                return prompt, self.allocator.take(own)
+        return super().acquire(version, tokens, own)
 
 
 class ManualLane(Lane):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from tithe.quant import set_threads
+from tithe.quant import kernel_threads, set_threads
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Compute with one thread while the block runs. No result depends on it."""
-    before = torch.get_num_threads()
+    before = kernel_threads()
     set_threads(1)
     try:
         yield

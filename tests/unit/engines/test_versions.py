@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from support.decoders import FP32, WIDE, random_adapter, random_ids, tiny_decoder
-from support.learning import SETTINGS, SPEC, WAIT_S, Rig, request, same
-from tithe.engines.cache import PromptCache
+from support.learning import SETTINGS, SPEC, WAIT_S, Forgetful, Rig, request, same
 from tithe.errors import AdapterError, EngineError, PublishRefused
 from tithe.lora import LoraSpec
 from tithe.trainer import Trainer
@@ -240,17 +239,6 @@ def test_a_version_of_another_base_or_numeric_mode_is_refused(rigs, decoder) -> 
     with pytest.raises(AdapterError, match=said):
         rig.engine.load_adapter(rig.write(tensors, numeric_mode=other))
     assert serials(rig.answer(request(PROMPT))) == {0}
-
-
-class Forgetful(PromptCache):
-    """A prompt cache whose keys lack the version: what D01 warns of."""
-
-    def acquire(self, version, tokens, own):
-        for prompt in list(self._prompts.values()):
-            if prompt.tokens == tokens and prompt.ready:
-                prompt.users += 1
-                return prompt, self.allocator.take(own)
-        return super().acquire(version, tokens, own)
 
 
 def test_a_cache_that_outlives_its_version_is_caught_by_the_probe(rigs, monkeypatch) -> None:
