@@ -9,11 +9,12 @@ from tithe.config.schema import RunConfig
 
 DEMO_OVERRIDES: tuple[str, ...] = (
     "run.name=demo",
-    "run.max_steps=20",
+    "run.max_steps=30",
     "run.max_minutes=7",
-    "run.eval_every=10",
+    "run.eval_every=15",
     "run.checkpoint_every=10",
     "task.source=products",
+    "model.compute=packed",
     "rollout.max_new_tokens=32",
     "rollout.max_prompt_tokens=128",
     "model.max_context=256",

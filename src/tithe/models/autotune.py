@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +12,7 @@ import torch
 
 from tithe.arch import Checkpoint, TensorFormat
 from tithe.models.options import ModelOptions
-from tithe.quant import HAS_BF16_DOT, PackedMatrix, pack_dense, pack_int4, pack_int8
+from tithe.quant import HAS_BF16_DOT, Launch, PackedMatrix, pack_dense, pack_int4, pack_int8
 
 DECODE_ROWS, TRAIN_ROWS = 64, 256
 _WORTH = 1.15
@@ -46,12 +46,8 @@ def choose(
     if len(dtypes) * len(storages) == 1:
         return Tuning(_with(options, storages[0], dtypes[0]), {})
     packed = _sample(checkpoint, options)
-    seconds: dict[str, float] = {}
-    for dtype in dtypes:
-        for storage in storages:
-            matrix = packed if storage == "packed" else packed.dequantized()
-            share = budget_s / (len(dtypes) * len(storages))
-            seconds[f"{storage}/{dtype}"] = _measure(matrix, dtype, share)
+    matrices = {storage: packed if storage == "packed" else packed.dequantized() for storage in storages}
+    seconds = _measure({f"{s}/{d}": (matrices[s], d) for d in dtypes for s in storages}, budget_s)
     best = min(dtypes, key=lambda d: min(seconds[f"{s}/{d}"] for s in storages))
     storage = storages[0]
     if len(storages) == 2 and seconds[f"packed/{best}"] > _WORTH * seconds[f"dequantized/{best}"]:
@@ -83,17 +79,23 @@ def _sample(checkpoint: Checkpoint, options: ModelOptions) -> PackedMatrix:
     return pack_dense(torch.randn(rows, max(columns, 2)), rounded=options.rounded)
 
 
-def _measure(matrix: PackedMatrix, dtype: str, budget_s: float) -> float:
+def _measure(candidates: dict[str, tuple[PackedMatrix, str]], budget_s: float) -> dict[str, float]:
+    """Seconds of each candidate's two products: in turn, and the least of all rounds, so that what else the
+    machine does for a moment decides nothing."""
+    launches = {name: _products(matrix, dtype) for name, (matrix, dtype) in candidates.items()}
+    best = dict.fromkeys(candidates, math.inf)
+    deadline, rounds = time.perf_counter() + budget_s, 0
+    while rounds < 5 or time.perf_counter() < deadline:
+        rounds += 1
+        for name, products in launches.items():
+            started = time.perf_counter()
+            for product in products:
+                product.run()
+            best[name] = min(best[name], time.perf_counter() - started)
+    return best
+
+
+def _products(matrix: PackedMatrix, dtype: str) -> list[Launch]:
     operand = torch.bfloat16 if dtype == "bf16" else torch.float32
-    runs: list[Callable[[], None]] = []
-    for rows in (DECODE_ROWS, TRAIN_ROWS):
-        x = torch.randn(rows, matrix.columns).to(operand)
-        runs.append(matrix.product(x, torch.empty(rows, matrix.rows)).run)
-    times: list[float] = []
-    deadline = time.perf_counter() + budget_s
-    while len(times) < 3 or time.perf_counter() < deadline:
-        started = time.perf_counter()
-        for run in runs:
-            run()
-        times.append(time.perf_counter() - started)
-    return float(np.median(times))
+    inputs = [torch.randn(rows, matrix.columns).to(operand) for rows in (DECODE_ROWS, TRAIN_ROWS)]
+    return [matrix.product(x, torch.empty(len(x), matrix.rows)) for x in inputs]

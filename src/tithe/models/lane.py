@@ -91,7 +91,7 @@ class Lane:
         return self.submit(job, *args).result()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish the running job, cancel the rest, end the thread."""
+        """Finish the running job, cancel the rest, end the thread; requests that are left in engines fail."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -99,6 +99,8 @@ class Lane:
             self._thread.join(timeout_s)
         while self._jobs:
             self._jobs.popleft()[1].cancel()
+        for ticker in self._tickers:
+            ticker.fail(RunError("the compute lane is closed"))
 
     def _loop(self) -> None:
         if self._threads is not None:
