@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.checkpoints import build_hf
 
+from support.checkpoints import build_hf
 from tithe.arch import read_checkpoint
 from tithe.models import ModelOptions, choose
 
