@@ -17,6 +17,7 @@ from tithe.pool import PoolReader
 from tithe.trainer import perturbed, probe_logp
 from tithe.types import PolicyVersion
 from tithe.utils.durable import write_text
+from tithe.utils.memory import release_unused
 from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
 from tithe.weight_sync.manifest import parse_name
 
@@ -42,6 +43,15 @@ class Publisher:
         """Returns the name. Raises `PublishRefused`, `AdapterError` or, for a policy whose log-probs are no numbers,
         `NonFiniteError`; the served version is then unchanged.
         """
+        directory, logp = self._write(version)
+        name = self._session.engine.load_adapter(directory)
+        release_unused()
+        self._parent = (name, logp)
+        return name
+
+    def _write(self, version: PolicyVersion) -> tuple[Path, list[float]]:
+        """The published directory and the trainer's answer to the probe. Nothing of the copies outlives it: the engine
+        reads its own from disk."""
         trainer, base = self._session.trainer, self._session.base
         tensors = trainer.adapter_tensors()
 
@@ -71,9 +81,7 @@ class Publisher:
             numeric_mode=base.decoder.options.numeric_mode,
             probe=probe,
         )
-        name = self._session.engine.load_adapter(self._channel.publish(version, tensors, fields))
-        self._parent = (name, logp)
-        return name
+        return self._channel.publish(version, tensors, fields), logp
 
 
 class Evaluator:

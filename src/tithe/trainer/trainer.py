@@ -61,7 +61,7 @@ class Trainer:
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            foreach=True,
+            foreach=False,  # one tensor at a time: no temporary copies of all moments at once
         )
         self.optimizer_step = 0
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
