@@ -7,7 +7,7 @@ because norm, rotary, attention and MLP in separate operations cost more than th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -74,7 +74,6 @@ class Decoder:
     file_bytes: int = 0
     base_max_abs_error: float = 0.0
     """Largest |W̃ − exact value of the file| over all matrices."""
-    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def max_context(self) -> int:

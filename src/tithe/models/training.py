@@ -1,7 +1,7 @@
 """Forward with memory and backward of the decoder, by hand: the base gives input gradients only, adapters give theirs.
 
 The forward is the sampler's own (`ForwardPlan`, the same kernels on the same pages), with copies taken between stages.
-The backward walks the layers in reverse; W̃ is expanded row-major for one linear at a time.
+The backward walks the layers in reverse; W̃ is expanded, as panels of its transpose, for one linear at a time.
 """
 
 from __future__ import annotations
