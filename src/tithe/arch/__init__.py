@@ -5,7 +5,7 @@ and read lazily; `ArchSpec` and the functions on it need no file and no numpy, f
 """
 
 from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes
-from tithe.arch.formats import TensorFormat, grouped_bytes
+from tithe.arch.formats import StoredFormat, TensorFormat, grouped_bytes
 from tithe.arch.locate import find_demo_model, read_checkpoint
 from tithe.arch.spec import Architecture, ArchSpec, kv_bytes_per_token, linear_shapes, tensor_shapes
 
@@ -14,6 +14,7 @@ __all__ = [
     "Architecture",
     "Checkpoint",
     "GenerationInfo",
+    "StoredFormat",
     "TensorEntry",
     "TensorFormat",
     "base_bytes",

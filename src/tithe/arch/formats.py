@@ -6,8 +6,12 @@ Planner and loader both call `TensorFormat.n_bytes`. This module imports neither
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
+
+from tithe.arch import layouts
+from tithe.arch.layouts import Part, PartRole
 
 
 class TensorFormat(enum.StrEnum):
@@ -16,6 +20,9 @@ class TensorFormat(enum.StrEnum):
     A quantized format stores each row as consecutive blocks; a block is never split between rows, so rows can be
     sliced and permuted as bytes. Bit order, scale dtype and value range are in `tithe.quant.formats` for the formats
     that stay packed (`is_quantized`) and in `tithe.quant.kquants` for those that are expanded when they are loaded.
+
+    The elements of a compound format (`is_compound`: INT4_PACKED to AWQ) lie in several tensors of a safetensors
+    checkpoint, which `StoredFormat.parts` lists; sizes here are those of the usual group.
 
     >>> TensorFormat.Q4_1.block_size, TensorFormat.Q4_1.block_bytes, TensorFormat.Q4_1.n_bytes((1536, 576))
     (32, 20, 552960)
@@ -34,10 +41,19 @@ class TensorFormat(enum.StrEnum):
     F16 = "F16"
     BF16 = "BF16"
     F32 = "F32"
+    INT4_PACKED = "INT4_PACKED"
+    FP8_BLOCK = "FP8_BLOCK"
+    MXFP4 = "MXFP4"
+    NVFP4 = "NVFP4"
+    GPTQ = "GPTQ"
+    AWQ = "AWQ"
 
     @property
     def block_size(self) -> int:
-        """Elements in one block; 1 for the floating-point formats."""
+        """Elements in one block; 1 for the floating-point formats.
+
+        FP8_BLOCK's block is 128 rows high, those of GPTQ and AWQ are 8; all others lie in one row.
+        """
         return _LAYOUT[self][0]
 
     @property
@@ -54,12 +70,22 @@ class TensorFormat(enum.StrEnum):
         return self in _PACKED
 
     @property
+    def is_compound(self) -> bool:
+        """True when codes and scales are tensors of their own, so that no single run of bytes is the weight."""
+        return self in _COMPOUND
+
+    @property
     def bytes_per_weight(self) -> float:
         """Bytes of one element, its share of the scales included."""
         return self.block_bytes / self.block_size
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of one row of `width` elements; `ValueError` when blocks do not fill the row."""
+        """Bytes of one row of `width` elements; `ValueError` when blocks do not fill the row.
+
+        Also for a compound format whose blocks lie in one row: codes and scales together.
+        """
+        if self in _SPANS_ROWS:
+            raise ValueError(f"{self} shares scales or words between rows; a row alone has no size")
         blocks, rest = divmod(width, self.block_size)
         if rest:
             raise ValueError(f"a row of {width} elements is not a whole number of {self} blocks of {self.block_size}")
@@ -67,6 +93,8 @@ class TensorFormat(enum.StrEnum):
 
     def n_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of a tensor of this shape (innermost dimension last); `ValueError` as in `row_bytes`."""
+        if self.is_compound:
+            return StoredFormat(self).n_bytes(shape)
         if not shape:
             return self.row_bytes(1)
         rows = 1
@@ -89,11 +117,70 @@ _LAYOUT: Final[dict[TensorFormat, tuple[int, int]]] = {
     TensorFormat.F16: (1, 2),
     TensorFormat.BF16: (1, 2),
     TensorFormat.F32: (1, 4),
+    TensorFormat.INT4_PACKED: (32, 16 + 2),
+    TensorFormat.FP8_BLOCK: (128 * 128, 128 * 128 + 4),
+    TensorFormat.MXFP4: (32, 16 + 1),
+    TensorFormat.NVFP4: (16, 8 + 1),
+    TensorFormat.GPTQ: (8 * 128, 8 * (64 + 2) + 4),
+    TensorFormat.AWQ: (8 * 128, 8 * (64 + 2) + 4),
 }
 
 _PACKED: Final = frozenset({TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0})
 
-SUPPORTED_FORMATS: Final = ", ".join(TensorFormat)
+_COMPOUND: Final[dict[TensorFormat, Callable[..., tuple[Part, ...]]]] = {
+    TensorFormat.INT4_PACKED: layouts.int4_packed,
+    TensorFormat.FP8_BLOCK: layouts.fp8_block,
+    TensorFormat.MXFP4: layouts.mxfp4,
+    TensorFormat.NVFP4: layouts.nvfp4,
+    TensorFormat.GPTQ: layouts.gptq,
+    TensorFormat.AWQ: layouts.awq,
+}
+
+_SPANS_ROWS: Final = frozenset({TensorFormat.FP8_BLOCK, TensorFormat.GPTQ, TensorFormat.AWQ})
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """A format with what a checkpoint may choose about it.
+
+    Example: Kimi-K2-Thinking's experts are ``StoredFormat(TensorFormat.INT4_PACKED)``, a GPTQ model with groups of 64
+    has ``StoredFormat(TensorFormat.GPTQ, group=64)``, and ``StoredFormat(TensorFormat.BF16)`` is plain.
+
+    >>> StoredFormat(TensorFormat.INT4_PACKED).n_bytes((2048, 7168)) / (2048 * 7168)
+    0.5625
+    """
+
+    kind: TensorFormat
+    group: int | None = None
+    """Weights along the input that share a scale (FP8_BLOCK: side of the square); `None`: the format's usual number."""
+    act_order: bool = False
+    """GPTQ only: inputs were sorted by importance, so that every input's group number (`g_idx`) has to be kept."""
+
+    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+        """The tensors that hold a weight of this logical shape; empty when the format is not compound.
+
+        `ValueError` when groups or words do not fill a dimension that they must fill.
+        """
+        layout = _COMPOUND.get(self.kind)
+        if layout is None:
+            return ()
+        parts = layout(shape) if self.group is None else layout(shape, self.group)
+        if self.kind is TensorFormat.GPTQ and not self.act_order:
+            return tuple(p._replace(role=PartRole.NOTE) if p.suffix == ".g_idx" else p for p in parts)
+        return parts
+
+    def n_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes that a base keeps of a weight of this logical shape. `ValueError` as in `parts`."""
+        if not self.kind.is_compound:
+            return self.kind.n_bytes(shape)
+        return sum(part.n_bytes for part in self.parts(shape) if part.is_held)
+
+    def scale_bytes(self, shape: Sequence[int]) -> int:
+        """The part of `n_bytes` that is scales and zero points in tensors of their own."""
+        return sum(part.n_bytes for part in self.parts(shape) if part.role is PartRole.SCALE)
+
+
+SUPPORTED_FORMATS: Final = ", ".join(kind for kind in TensorFormat if not kind.is_compound)
 
 GGML_FORMATS: Final[dict[int, TensorFormat]] = {
     0: TensorFormat.F32,

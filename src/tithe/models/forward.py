@@ -103,19 +103,19 @@ def finish_step(decoder: Decoder, layer: Layer, index: int, b: RowBuffers, pages
     args += [t.data_ptr() if t is not None else 0 for t in (layer.qkv_bias, layer.q_norm, layer.k_norm)]
     values = [*args, float(spec.rms_norm_eps), decoder.cos.data_ptr(), decoder.sin.data_ptr(), b.position.data_ptr()]
     values += [b.sequence.data_ptr(), b.table.data_ptr(), b.table.shape[1]]
-    values += [pages.keys[index].data_ptr(), pages.values[index].data_ptr(), is_bf16(pages.keys)]
+    values += [*pages.addresses(index), is_bf16(pages.keys)]
     rows = b.x.shape[0]
-    return finish_qkv.bind(-(-rows // PAGE), [*values, rows], (layer, b, pages))
+    return finish_qkv.bind(-(-rows // PAGE), [*values, rows, pages.blocks], (layer, b, pages))
 
 
 def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> Launch:
     """Causal attention of every row over its own sequence."""
     spec = decoder.spec
     args = [b.qkv.data_ptr(), b.qkv.shape[1], spec.n_heads, spec.n_kv_heads, spec.head_dim]
-    args += [pages.keys[index].data_ptr(), pages.values[index].data_ptr(), is_bf16(pages.keys)]
+    args += [*pages.addresses(index), is_bf16(pages.keys)]
     args += [b.table.data_ptr(), b.table.shape[1], b.sequence.data_ptr(), b.position.data_ptr()]
     args += [b.att.data_ptr(), is_bf16(b.att), b.lse.data_ptr() if b.lse is not None else 0]
-    values = [*args, 1.0 / math.sqrt(spec.head_dim), scratch.address, scratch.floats, b.table.shape[1] * 16]
+    values = [*args, 1.0 / math.sqrt(spec.head_dim), scratch.address, scratch.floats, b.table.shape[1] * 16, pages.blocks]
     return attention.bind(b.x.shape[0], values, (b, pages, scratch.buffer))
 
 

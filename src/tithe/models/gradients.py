@@ -110,7 +110,7 @@ def _score_gradients(p: Any, ds: Any, lse: Any, position: Any, padded: Any, scal
 # q [R, ldq], ldq, Hq, Hkv, D, d_out [R, Hq·D], keys, keys row-major, values transposed, pages_bf16,
 # block table [S, ldt], ldt, segment start, segment length, first position (int32 [S]), lse [R, Hq], scale,
 # dq [R, Hq·D] (out), dkv [S, Hkv, 2, longest, D] (out, zeroed by the caller), longest, scratch [threads, floats],
-# floats
+# floats, blocks per page of keys (the row-major keys and transposed values are this layer's alone)
 @kernel
 def attention_backward(args: Any) -> None:
     """Gradients of `attention` for queries, and per segment for every key and value it reads.
@@ -143,8 +143,10 @@ def attention_backward(args: Any) -> None:
             _copy_block(args[3] + row * ldq * 4 + offset, ldq, rows, group, dim, q)
             _copy_block(args[8] + row * heads * dim * 4 + offset, heads * dim, rows, group, dim, do)
             for i in range(pages):
-                page = (np.int64(table[s * ldt + i]) * kv_heads + h) * page_bytes
-                score_block(q, dim, rows * group, args[9] + page, dim, p + i * 64, longest, pages_bf16)
+                number = np.int64(table[s * ldt + i])
+                key = args[9] + (number * args[25] + h) * page_bytes
+                page = (number * kv_heads + h) * page_bytes
+                score_block(q, dim, rows * group, key, dim, p + i * 64, longest, pages_bf16)
                 score_block(do, dim, rows * group, args[11] + page, dim, ds + i * 64, longest, pages_bf16)
             for i in range(rows * group):
                 r = row + i // group

@@ -1,7 +1,8 @@
 """Forward kernels of a decoder layer, the same for decode, prefill and training rows.
 
-A row is one token position. Keys and values live in pages of 16 positions: keys transposed [page, Hkv, D, 16], values
-[page, Hkv, 16, D], so that a row's attention walks whole pages in order from position 0 whatever else is in the batch.
+A row is one token position. Keys and values live in pages of 16 positions: keys transposed [page, L, Hkv, D, 16], values
+[page, L, Hkv, 16, D], so that a row's attention walks whole pages in order from position 0 whatever else is in the
+batch. A kernel gets the address of its layer in page 0 and the blocks (L·Hkv) from one page to the next.
 Argument order of every kernel is written above it; addresses are int64, strides count elements, slot 0..2 as in
 `tithe.quant.runtime`. Reductions use 16 lanes combined in a fixed tree.
 """
@@ -118,7 +119,7 @@ def _write_kv(k: Any, v: Any, base: Any, slot: Any, dim: Any, keys: Any, values:
 
 
 # qkv [R, ld] float32 in place, ld, Hq, Hkv, D, bias or 0, q_norm or 0, k_norm or 0, eps, cos, sin [positions, D/2],
-# position [R], sequence [R], block table [S, ldt], ldt, key pages, value pages, pages_bf16, R
+# position [R], sequence [R], block table [S, ldt], ldt, key pages, value pages, pages_bf16, R, blocks per page
 @kernel
 def finish_qkv(args: Any) -> None:
     """Bias, head norms and rotary on q and k; writes k and v of each row into its sequence's page.
@@ -150,7 +151,7 @@ def finish_qkv(args: Any) -> None:
             for h in range(kv_heads):
                 k = f32p(args[3] + (r * ld + (heads + h) * dim) * 4)
                 v = f32p(args[3] + (r * ld + (heads + kv_heads + h) * dim) * 4)
-                base = (page * kv_heads + h) * dim * 16
+                base = (page * args[22] + h) * dim * 16
                 _write_kv(k, v, base, p % 16, dim, args[18], args[19], args[20] != 0)
 
 
@@ -176,7 +177,7 @@ def softmax_row(s: Any, n: Any, padded: Any, scale: Any) -> Any:
 
 # q [R, ldq], ldq, Hq, Hkv, D, key pages, value pages, pages_bf16, block table, ldt, sequence [R], position [R],
 # out [R, Hq·D] operand, out_bf16, lse [R, Hq] or 0, scale, scratch [threads, scratch_floats], scratch_floats,
-# longest (tokens, multiple of 16)
+# longest (tokens, multiple of 16), blocks per page
 @kernel
 def attention(args: Any) -> None:
     """Causal attention of each row over positions 0..p of its own sequence. One task a row."""
@@ -186,7 +187,7 @@ def attention(args: Any) -> None:
     out_bf16, scale = args[16] != 0, np.float32(as_float(args[18]))
     group = heads // kv_heads
     scores = args[19] + next_slot(args) * args[20] * 4
-    longest = args[21]
+    longest, blocks = args[21], args[22]
     answer = scores + group * longest * 4
     page_bytes = dim * 16 * (2 if pages_bf16 else 4)
     while True:
@@ -199,11 +200,11 @@ def attention(args: Any) -> None:
         for h in range(kv_heads):
             q = args[3] + (r * ldq + h * group * dim) * 4
             for i in range(pages):
-                key = args[8] + (np.int64(table[own + i]) * kv_heads + h) * page_bytes
+                key = args[8] + (np.int64(table[own + i]) * blocks + h) * page_bytes
                 if i + 1 < pages:
-                    prefetch(args[8] + (np.int64(table[own + i + 1]) * kv_heads + h) * page_bytes, page_bytes)
+                    prefetch(args[8] + (np.int64(table[own + i + 1]) * blocks + h) * page_bytes, page_bytes)
                 score_block(q, dim, group, key, dim, scores + i * 64, longest, pages_bf16)
-            prefetch(args[9] + (np.int64(table[own]) * kv_heads + h) * page_bytes, page_bytes)
+            prefetch(args[9] + (np.int64(table[own]) * blocks + h) * page_bytes, page_bytes)
             o = f32p(answer)
             for i in range(group * dim):
                 o[i] = _ZERO
@@ -214,10 +215,10 @@ def attention(args: Any) -> None:
                 if args[17] != 0:
                     f32p(args[17])[r * heads + h * group + g] = top + np.float32(math.log(mass))
             for i in range(pages):
-                value = args[9] + (np.int64(table[own + i]) * kv_heads + h) * page_bytes
+                value = args[9] + (np.int64(table[own + i]) * blocks + h) * page_bytes
                 count = min(16, n - i * 16)
                 if i + 1 < pages:
-                    prefetch(args[9] + (np.int64(table[own + i + 1]) * kv_heads + h) * page_bytes, page_bytes)
+                    prefetch(args[9] + (np.int64(table[own + i + 1]) * blocks + h) * page_bytes, page_bytes)
                 value_block(scores + i * 64, longest, 1, group, value, dim, count, dim, answer, dim, pages_bf16)
             for g in range(group):
                 for i in range(dim):
@@ -249,8 +250,8 @@ def swiglu(args: Any) -> None:
             write_row(row, width, args[6] + r * width * (2 if out_bf16 else 4), out_bf16)
 
 
-# source page, target page (int32 [T]), slots (int32 [T]), Hkv, D, layers, bytes of a page, bytes of a layer, keys,
-# values, bf16
+# source page, target page (int32 [T]), slots (int32 [T]), Hkv, D, layers, bytes of a page (all layers), bytes of a
+# layer in it, keys, values, bf16
 @kernel
 def copy_slots(args: Any) -> None:
     """Copy the first `slots` positions of a page into another: a prompt's last, partly filled page is forked so."""

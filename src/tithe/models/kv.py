@@ -13,10 +13,14 @@ from tithe.quant import Launch
 
 
 class KVPages:
-    """Keys [L, pages, Hkv, D, 16] and values [L, pages, Hkv, 16, D] of one dtype."""
+    """Keys [pages, L, Hkv, D, 16] and values [pages, L, Hkv, 16, D] of one dtype.
+
+    A page holds all layers: memory is touched by the page that is used, also where the system gives it out in large
+    pieces.
+    """
 
     def __init__(self, spec: ArchSpec, pages: int, dtype: torch.dtype) -> None:
-        shape = (spec.n_layers, pages, spec.n_kv_heads)
+        shape = (pages, spec.n_layers, spec.n_kv_heads)
         self.keys = _lazy_zeros((*shape, spec.head_dim, PAGE), dtype)
         self.values = _lazy_zeros((*shape, PAGE, spec.head_dim), dtype)
         self.pages = pages
@@ -28,15 +32,24 @@ class KVPages:
         return 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * PAGE * element
 
     @property
+    def blocks(self) -> int:
+        """Blocks (one layer, one kv head) from one page to the next."""
+        return self.keys.shape[1] * self.keys.shape[2]
+
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """Where the keys and the values of a layer begin in page 0."""
+        return self.keys[0, layer].data_ptr(), self.values[0, layer].data_ptr()
+
+    @property
     def n_bytes(self) -> int:
-        """Resident bytes."""
+        """Bytes when every page is in use."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def fork(self, sources: list[int], targets: list[int], slots: list[int]) -> None:
         """Copy the first slots of whole pages, page by page, in every layer."""
         if sources:
             source, target, count = (torch.tensor(x, dtype=torch.int32) for x in (sources, targets, slots))
-            self._copy(source, target, count, 0, self.keys.shape[0]).run()
+            self._copy(source, target, count, 0, self.keys.shape[1]).run()
 
     def fork_step(self, layer: int, source: Tensor, target: Tensor, slots: Tensor) -> Launch:
         """A launch that does the same in one layer; int32 lists."""
@@ -44,9 +57,9 @@ class KVPages:
 
     def _copy(self, source: Tensor, target: Tensor, slots: Tensor, first: int, layers: int) -> Launch:
         kv_heads, dim = self.keys.shape[2:4]
-        page = kv_heads * dim * PAGE * self.keys.element_size()
-        args = [source.data_ptr(), target.data_ptr(), slots.data_ptr(), kv_heads, dim, layers, page, page * self.pages]
-        args += [self.keys[first].data_ptr(), self.values[first].data_ptr(), int(self.keys.dtype == torch.bfloat16)]
+        layer = kv_heads * dim * PAGE * self.keys.element_size()
+        args = [source.data_ptr(), target.data_ptr(), slots.data_ptr(), kv_heads, dim, layers]
+        args += [layer * self.keys.shape[1], layer, *self.addresses(first), int(self.keys.dtype == torch.bfloat16)]
         return copy_slots.bind(len(source) * layers, args, (source, target, slots))
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import tithe.arch
 from support.checkpoints import tiny_config
 from tithe.arch import ArchSpec, TensorFormat, grouped_bytes, kv_bytes_per_token, linear_shapes, tensor_shapes
+from tithe.arch.formats import GGML_FORMATS
 from tithe.errors import ModelError
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
@@ -49,12 +50,12 @@ def test_kv_and_int4_arithmetic_f17() -> None:
 def test_block_sizes_are_those_of_ggml() -> None:
     import gguf
 
-    for tensor_format in TensorFormat:
+    for tensor_format in GGML_FORMATS.values():
         sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor_format]]
         assert (tensor_format.block_size, tensor_format.block_bytes) == sizes
 
 
-@given(st.sampled_from(list(TensorFormat)), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+@given(st.sampled_from(list(GGML_FORMATS.values())), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
 def test_bytes_add_up_over_rows_and_blocks(tensor_format: TensorFormat, a: int, b: int, blocks: int) -> None:
     width = blocks * tensor_format.block_size
     assert tensor_format.n_bytes((a, b, width)) == a * tensor_format.n_bytes((b, width))

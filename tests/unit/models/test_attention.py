@@ -25,8 +25,10 @@ class Bench:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        self.keys = torch.full((PAGES, self.kv_heads, self.dim, 16), float("nan"), dtype=self.dtype)
-        self.values = torch.full((PAGES, self.kv_heads, 16, self.dim), float("nan"), dtype=self.dtype)
+        layers = 3  # this one is the second
+        self.keys = torch.full((PAGES, layers, self.kv_heads, self.dim, 16), float("nan"), dtype=self.dtype)[:, 1]
+        self.values = torch.full((PAGES, layers, self.kv_heads, 16, self.dim), float("nan"), dtype=self.dtype)[:, 1]
+        self.blocks = layers * self.kv_heads
         self.table = torch.tensor([[7, 2, 11, 5], [0, 9, 1, 4]], dtype=torch.int32)
         angles = torch.arange(LONGEST)[:, None] * 0.7 ** torch.arange(self.dim // 2)[None]
         self.cos, self.sin = angles.cos().contiguous(), angles.sin().contiguous()
@@ -52,7 +54,7 @@ class Bench:
         args = [qkv.data_ptr(), self.width, self.heads, self.kv_heads, self.dim, *optional, 1e-6]
         args += [t.data_ptr() for t in (self.cos, self.sin, position, sequence, self.table)]
         args += [TABLE, self.keys.data_ptr(), self.values.data_ptr(), int(self.dtype == torch.bfloat16)]
-        finish_qkv.bind(-(-len(qkv) // 16), [*args, len(qkv)]).run()
+        finish_qkv.bind(-(-len(qkv) // 16), [*args, len(qkv), self.blocks]).run()
         return qkv
 
     def attend(self, qkv: Tensor, position: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ class Bench:
         args = [qkv.data_ptr(), self.width, self.heads, self.kv_heads, self.dim]
         args += [self.keys.data_ptr(), self.values.data_ptr(), int(self.dtype == torch.bfloat16)]
         args += [self.table.data_ptr(), TABLE, sequence.data_ptr(), position.data_ptr(), out.data_ptr(), 0]
-        tail = [self.scratch.data_ptr(), self.scratch.shape[1], LONGEST]
+        tail = [self.scratch.data_ptr(), self.scratch.shape[1], LONGEST, self.blocks]
         attention.bind(len(qkv), [*args, lse.data_ptr(), self.dim**-0.5, *tail]).run()
         return out, lse
 

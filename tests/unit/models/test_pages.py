@@ -67,8 +67,8 @@ def test_a_fork_copies_the_first_slots_of_a_page_in_every_layer(
     keys, values = pages.keys.clone(), pages.values.clone()
     pages.fork([1, 4], [3, 0], [slots, slots])
     for source, target in ((1, 3), (4, 0)):
-        keys[:, target, :, :, :slots] = keys[:, source, :, :, :slots]
-        values[:, target, :, :slots] = values[:, source, :, :slots]
+        keys[target, :, :, :, :slots] = keys[source, :, :, :, :slots]
+        values[target, :, :, :slots] = values[source, :, :, :slots]
     assert torch.equal(pages.keys, keys)
     assert torch.equal(pages.values, values)
 
