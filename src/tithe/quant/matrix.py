@@ -30,20 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.quant.kernels import (
-    BF16,
-    FP32,
-    GROUP,
-    INT4,
-    INT8,
-    expand_rows_bf16,
-    expand_rows_f32,
-    expand_transposed,
-    gather_rows,
-    matmul_dot,
-    matmul_fma,
-    pack_transposed_kernel,
-)
+from tithe.quant.codes import BF16, FP32, GROUP, INT4, INT8
+from tithe.quant.expand import expand_rows_bf16, expand_transposed, pack_transposed_kernel
+from tithe.quant.gather import expand_rows_f32, gather_rows
+from tithe.quant.product import matmul_dot, matmul_fma
 from tithe.quant.runtime import HAS_BF16_DOT, TASKS, Launch, set_kernel_threads
 from tithe.quant.tile import PANEL
 
@@ -251,7 +241,7 @@ def can_ride(base: Launch, start: int, stop: int) -> bool:
 
 
 def rider(u: Tensor, b: PackedMatrix, scale: float, start: int, stop: int) -> list[int]:
-    """The nine numbers of a product out[:, start:stop] += scale·u·Bᵀ that rides on another (see `kernels._ride`)."""
+    """The nine numbers of a product out[:, start:stop] += scale·u·Bᵀ that rides on another (see `product._ride`)."""
     bits = int(np.float64(scale).view(np.int64))
     rows = [0, u.shape[0], start // PANEL, stop // PANEL]
     return [u.data_ptr(), u.stride(0) // 2, b.data.data_ptr(), b.columns // 2, bits, *rows]

@@ -9,7 +9,7 @@ import torch
 
 from tithe.arch import TensorFormat
 from tithe.errors import ModelError
-from tithe.quant.kernels import GROUP, INT4, INT8
+from tithe.quant.codes import GROUP, INT4, INT8
 from tithe.quant.matrix import PackedMatrix
 from tithe.quant.runtime import kernel, next_task, u8p, u16p
 from tithe.quant.tile import PANEL

@@ -1,0 +1,179 @@
+"""Panels of W̃ from packed panels, and the row-major and transposed expansions for gradients.
+
+Argument order of every kernel is written above it; a pointer is an integer address, a stride counts elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from tithe.quant.codes import BF16, INT4, load_group, pair_bytes, round_bf16, weights_of_pair
+from tithe.quant.runtime import (
+    HAS_BF16_DOT,
+    bits_to_f32,
+    f32_to_bf16,
+    f32p,
+    i8p,
+    kernel,
+    next_slot,
+    next_task,
+    stack_f32,
+    u8p,
+    u16p,
+    u32p,
+)
+from tithe.quant.tile import expand_bytes, expand_nibbles
+
+
+def _pairs_by_instruction(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, out: Any) -> None:
+    """Panel number `panel` of an INT4 or INT8 matrix as bf16 pairs [K/2][48]."""
+    d = stack_f32(96)
+    m = stack_f32(96)
+    for g in range(steps // 16):
+        load_group(scale, zero, kind, panel, steps // 16, g, d, m)
+        for p in range(g * 16, g * 16 + 16):
+            source = data + (panel * steps + p) * pair_bytes(kind)
+            if kind == INT4:
+                expand_nibbles(u8p(source), d, m, u32p(out + p * 192))
+            else:
+                expand_bytes(i8p(source), d, m, u32p(out + p * 192))
+
+
+def _pairs_by_rounding(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, out: Any) -> None:
+    """The same without the narrowing instruction."""
+    d = stack_f32(96)
+    m = stack_f32(96)
+    w = stack_f32(96)
+    for g in range(steps // 16):
+        load_group(scale, zero, kind, panel, steps // 16, g, d, m)
+        for p in range(g * 16, g * 16 + 16):
+            weights_of_pair(kind, data + (panel * steps + p) * pair_bytes(kind), d, m, w)
+            o = u32p(out + p * 192)
+            for n in range(48):
+                low, high = np.uint32(f32_to_bf16(w[2 * n])), np.uint32(f32_to_bf16(w[2 * n + 1]))
+                o[n] = low | (high << np.uint32(16))
+
+
+expand_pairs = njit(_pairs_by_instruction if HAS_BF16_DOT else _pairs_by_rounding)
+
+
+@njit
+def expand_f32(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, rounded: Any, out: Any) -> None:
+    """Panel number `panel` of any matrix as float32 [K][48]; `rounded` keeps W̃ at bf16 values."""
+    o = f32p(out)
+    groups = steps // 16
+    if kind == BF16:
+        pairs = u32p(data + panel * steps * 192)
+        for p in range(steps):
+            for n in range(48):
+                bits = pairs[p * 48 + n]
+                o[2 * p * 48 + n] = bits_to_f32(bits << np.uint32(16))
+                o[(2 * p + 1) * 48 + n] = bits_to_f32(bits & np.uint32(0xFFFF0000))
+        return
+    d = stack_f32(96)
+    m = stack_f32(96)
+    w = stack_f32(96)
+    for g in range(groups):
+        load_group(scale, zero, kind, panel, groups, g, d, m)
+        for p in range(g * 16, g * 16 + 16):
+            weights_of_pair(kind, data + (panel * steps + p) * pair_bytes(kind), d, m, w)
+            for n in range(48):
+                o[2 * p * 48 + n] = round_bf16(w[2 * n]) if rounded else w[2 * n]
+                o[(2 * p + 1) * 48 + n] = round_bf16(w[2 * n + 1]) if rounded else w[2 * n + 1]
+
+
+# steps, rows (N), out (bf16 [N, K]), kind, data, scale, zero, scratch, scratch_stride
+@kernel
+def expand_rows_bf16(args: Any) -> None:
+    """Row-major bf16 W̃ [N, K] for the input gradient; one task per panel."""
+    steps, rows, kind, data, scale, zero = args[3], args[4], args[6], args[7], args[8], args[9]
+    scratch = args[10] + next_slot(args) * args[11]
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        source = scratch
+        if kind != BF16:
+            expand_pairs(data, scale, zero, kind, t, steps, scratch)
+        else:
+            source = data + t * steps * 192
+        pairs = u32p(source)
+        width = min(48, rows - t * 48)
+        o = u32p(args[5] + t * 48 * steps * 4)
+        for block in range(0, steps, 16):  # 16 pairs of a row are one cache line of the output
+            for n in range(width):
+                for p in range(block, min(block + 16, steps)):
+                    o[n * steps + p] = pairs[p * 48 + n]
+
+
+# steps, rows (N), out (bf16 pairs [K/48, N/2, 48]), kind, data, scale, zero, scratch, scratch_stride
+@kernel
+def expand_transposed(args: Any) -> None:
+    """W̃ in the panels of its transpose: pairs along N, columns along K, for products with W̃ itself.
+
+    One task for 48 rows of W̃.
+    """
+    steps, rows, kind, data, scale, zero = args[3], args[4], args[6], args[7], args[8], args[9]
+    scratch = args[10] + next_slot(args) * args[11]
+    pairs_out = (rows + 1) // 2
+    k_panels = (2 * steps + 47) // 48
+    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        source = scratch
+        if kind != BF16:
+            expand_pairs(data, scale, zero, kind, t, steps, scratch)
+        else:
+            source = data + t * steps * 192
+        w = u32p(source)
+        for kp in range(k_panels):
+            width = min(24, steps - kp * 24)
+            for p in range(min(24, pairs_out - t * 24)):
+                o = u32p(args[5] + ((kp * pairs_out + t * 24 + p) * 48) * 4)
+                for c in range(width):
+                    a = w[(kp * 24 + c) * 48 + 2 * p]
+                    b = w[(kp * 24 + c) * 48 + 2 * p + 1]
+                    o[2 * c] = (a & low) | (b << np.uint32(16))
+                    o[2 * c + 1] = (a >> np.uint32(16)) | (b & high)
+                for c in range(2 * width, 48):
+                    o[c] = np.uint32(0)
+
+
+# source (operand [R, C]), ld, R, C, out, is_bf16
+@kernel
+def pack_transposed_kernel(args: Any) -> None:
+    """Panels of the transpose of a row-major array: bf16 pairs along R [C/48, R/2, 48], or float32 [C/48, R, 48].
+
+    R may be odd (a zero row follows). One task a panel.
+    """
+    ld, rows, columns = args[4], args[5], args[6]
+    while True:
+        t = next_task(args)
+        if t >= args[1]:
+            break
+        width = min(48, columns - t * 48)
+        pairs = (rows + 1) // 2
+        if args[8] != 0:
+            for p in range(pairs):
+                a = u16p(args[3] + (2 * p * ld + t * 48) * 2)
+                b = u16p(args[3] + (min(2 * p + 1, rows - 1) * ld + t * 48) * 2)
+                o = u32p(args[7] + ((t * pairs + p) * 48) * 4)
+                if 2 * p + 1 < rows:
+                    for c in range(width):
+                        o[c] = np.uint32(a[c]) | (np.uint32(b[c]) << np.uint32(16))
+                else:
+                    for c in range(width):
+                        o[c] = np.uint32(a[c])
+                for c in range(width, 48):
+                    o[c] = np.uint32(0)
+            continue
+        for r in range(2 * pairs):
+            of = f32p(args[7] + ((t * 2 * pairs + r) * 48) * 4)
+            x = f32p(args[3] + (min(r, rows - 1) * ld + t * 48) * 4)
+            for c in range(48):
+                of[c] = x[c] if r < rows and c < width else np.float32(0.0)
