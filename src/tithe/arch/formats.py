@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tithe.arch import layouts
-from tithe.arch.layouts import Part, PartRole
+from tithe.arch.layouts import Part, PartRole, awq, fp8_block, gptq, int4_packed, mxfp4, nvfp4
 
 
 class TensorFormat(enum.StrEnum):
@@ -128,12 +127,12 @@ _LAYOUT: Final[dict[TensorFormat, tuple[int, int]]] = {
 _PACKED: Final = frozenset({TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0})
 
 _COMPOUND: Final[dict[TensorFormat, Callable[..., tuple[Part, ...]]]] = {
-    TensorFormat.INT4_PACKED: layouts.int4_packed,
-    TensorFormat.FP8_BLOCK: layouts.fp8_block,
-    TensorFormat.MXFP4: layouts.mxfp4,
-    TensorFormat.NVFP4: layouts.nvfp4,
-    TensorFormat.GPTQ: layouts.gptq,
-    TensorFormat.AWQ: layouts.awq,
+    TensorFormat.INT4_PACKED: int4_packed,
+    TensorFormat.FP8_BLOCK: fp8_block,
+    TensorFormat.MXFP4: mxfp4,
+    TensorFormat.NVFP4: nvfp4,
+    TensorFormat.GPTQ: gptq,
+    TensorFormat.AWQ: awq,
 }
 
 _SPANS_ROWS: Final = frozenset({TensorFormat.FP8_BLOCK, TensorFormat.GPTQ, TensorFormat.AWQ})
