@@ -1,5 +1,6 @@
 """Low-bit formats and their maths: exact references, packed storage, products and expansions with one W̃ each."""
 
+from tithe.quant.bank import PackedBank, stack
 from tithe.quant.matrix import PackedMatrix, pack_dense, pack_int4, pack_int8, set_threads
 from tithe.quant.runtime import HAS_BF16_DOT, Kernel, Launch, kernel, kernel_threads
 
@@ -7,6 +8,7 @@ __all__ = [
     "HAS_BF16_DOT",
     "Kernel",
     "Launch",
+    "PackedBank",
     "PackedMatrix",
     "kernel",
     "kernel_threads",
@@ -14,4 +16,5 @@ __all__ = [
     "pack_int4",
     "pack_int8",
     "set_threads",
+    "stack",
 ]

@@ -102,9 +102,15 @@ class PackedMatrix:
 
     def storages(self) -> list[Tensor]:
         """The tensors that hold the matrix."""
-        return [t for t in (self.data, self.scale, self.zero) if t is not None]
+        return list(self.parts().values())
 
-    def _source(self) -> list[int]:
+    def parts(self) -> dict[str, Tensor]:
+        """The same by field: data, and scale and zero where the kind has them."""
+        fields = {"data": self.data, "scale": self.scale, "zero": self.zero}
+        return {name: part for name, part in fields.items() if part is not None}
+
+    def source(self) -> list[int]:
+        """What kernels are told of the matrix: kind and the addresses of data, scales and zeros (0: none)."""
         return [
             self.kind,
             self.data.data_ptr(),
@@ -123,7 +129,7 @@ class PackedMatrix:
         steps = self.columns // 2
         address, stride = _scratch.reserve(steps * PANEL * (4 if dot else 8))
         args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
-        args += [out.data_ptr(), out.stride(0), self.rows, *self._source(), address, stride, int(add)]
+        args += [out.data_ptr(), out.stride(0), self.rows, *self.source(), address, stride, int(add)]
         row_block = _row_block(self.panels, x.shape[0])
         values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded), row_block, 0, 0]
         chosen = matmul_dot if dot else matmul_fma
@@ -164,14 +170,14 @@ class PackedMatrix:
     def gather(self, ids: Tensor) -> Tensor:
         """W̃[ids]: int32 [R] → float32 [R, K]. Ids must be valid (checked by the caller once per request)."""
         out = torch.empty(len(ids), self.columns)
-        args = [ids.data_ptr(), self.columns // 2, out.data_ptr(), *self._source(), int(self.rounded)]
+        args = [ids.data_ptr(), self.columns // 2, out.data_ptr(), *self.source(), int(self.rounded)]
         gather_rows.bind(len(ids), args).run()
         return out
 
     def expand(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Row-major W̃ [N, K] as bf16 or float32, for the input gradient and for tests."""
         out = torch.empty(self.rows, self.columns, dtype=dtype) if out is None else out
-        head = [self.columns // 2, self.rows, out.data_ptr(), *self._source()]
+        head = [self.columns // 2, self.rows, out.data_ptr(), *self.source()]
         if dtype == torch.bfloat16 and self.kind != FP32:
             address, stride = _scratch.reserve(self.columns // 2 * PANEL * 4)
             expand_rows_bf16.bind(self.panels, [*head, address, stride]).run()
@@ -192,7 +198,7 @@ class PackedMatrix:
             return pack_transposed(self.expand(torch.bfloat16), out)
         if out.dtype == torch.bfloat16:
             address, stride = _scratch.reserve(steps * PANEL * 4)
-            head = [steps, self.rows, out.data_ptr(), *self._source(), address, stride]
+            head = [steps, self.rows, out.data_ptr(), *self.source(), address, stride]
             expand_transposed.bind(self.panels, head).run()
             return PackedMatrix(BF16, self.columns, self.rows + self.rows % 2, out, rounded=True)
         return pack_transposed(self.expand(torch.float32), out)
@@ -203,9 +209,7 @@ class PackedMatrix:
         for first in range(0, self.panels, panels):
             part = slice(first, first + panels)
             rows = min(self.rows - first * PANEL, panels * PANEL)
-            scale = None if self.scale is None else self.scale[part]
-            zero = None if self.zero is None else self.zero[part]
-            yield first * PANEL, replace(self, rows=rows, data=self.data[part], scale=scale, zero=zero)
+            yield first * PANEL, replace(self, rows=rows, **{name: t[part] for name, t in self.parts().items()})
 
     @property
     def transposed_numel(self) -> int:
