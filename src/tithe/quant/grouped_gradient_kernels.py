@@ -1,0 +1,263 @@
+"""Kernels of grouped gradients: input gradients dy·W̃ and weight gradients Σ a·x of every group, in one launch each.
+
+Tables, groups and output modes are those of `tithe.quant.grouped_kernels`. No global scratch: a task turns the columns
+of W̃ that it needs, so that the packed matrix is read once and its transpose is never held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from tithe.quant.codes import BF16, FP32, pair_bytes, round_bf16
+from tithe.quant.expand import expand_f32, expand_pairs
+from tithe.quant.grouped_kernels import columns_of, dot_rows, fma_rows
+from tithe.quant.runtime import (
+    as_float,
+    bf16_to_f32,
+    f32_to_bf16,
+    f32p,
+    i32p,
+    i64p,
+    kernel,
+    next_slot,
+    next_task,
+    stack_f32,
+    u16p,
+    u32p,
+)
+from tithe.quant.turn_tile import turn_tile
+
+BLOCK_PAIRS = 48
+"""k-pairs that a task of a transposed product takes: 96 columns are whole groups of 32 and whole panels of 48."""
+OUTER_ROWS = 256
+"""Rows that a weight gradient sums in registers before it adds them to memory."""
+
+
+@njit(inline="always")
+def _shifted(kind: Any, source: Any, panel: Any, steps: Any, pair: Any) -> Any:
+    """(data, scale, zero) of a panel's k-pairs from `pair` on (a multiple of a group's 16), as a panel of its own."""
+    if kind == BF16:
+        return source[1] + (panel * steps + pair) * 192, source[2], source[3]
+    groups = (panel * (steps // 16) + pair // 16) * 96
+    return source[1] + (panel * steps + pair) * pair_bytes(kind), source[2] + groups, source[3] + groups
+
+
+@njit
+def _turn_some(w: Any, first: Any, last: Any, left: Any, right: Any, out: Any) -> None:
+    """k-pairs first..last of 48 rows at row pairs left..right, one by one: what no tile covers."""
+    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    for p in range(left, right):
+        o = u32p(out + p * 192)
+        for c in range(first, last):
+            a, b = w[c * 48 + 2 * p], w[c * 48 + 2 * p + 1]
+            o[2 * c] = (a & low) | (b << np.uint32(16))
+            o[2 * c + 1] = (a >> np.uint32(16)) | (b & high)
+
+
+@njit
+def _turn_pairs(w: Any, count: Any, left: Any, right: Any, out: Any, at: Any, pairs: Any) -> None:
+    """48 rows of W̃ at `count` k-pairs, [k-pair][48 rows], into panels [k / 48][pairs along N][48 k] from pair `at` on.
+
+    Rows left..right of the 48 (both even) belong to the matrix.
+    """
+    begin, end = (left + 15) // 16 * 16, right // 16 * 16
+    for q in range((count + 23) // 24):
+        source = w + q * 24 * 192
+        target = out + (q * pairs + at) * 192
+        width = min(24, count - q * 24)
+        full = width // 8 * 8 if end > begin else 0
+        for n in range(begin, end, 16):
+            for c in range(0, full, 8):
+                turn_tile(u32p(source + (c * 48 + n) * 4), u32p(target + (n * 24 + 2 * c) * 4))
+        words = u32p(source)
+        if full > 0:
+            _turn_some(words, 0, full, left // 2, begin // 2, target)
+            _turn_some(words, 0, full, end // 2, right // 2, target)
+        _turn_some(words, full, width, left // 2, right // 2, target)
+
+
+@njit
+def _turn_f32(w: Any, count: Any, left: Any, right: Any, out: Any, at: Any, rows: Any) -> None:
+    """The same in float32: [k][48 rows] into [k / 48][N][48 k], `at` counts rows."""
+    for q in range((count + 47) // 48):
+        width = min(48, count - q * 48)
+        for n in range(left, right):
+            o = f32p(out + ((q * rows + at + n) * 48) * 4)
+            for c in range(width):
+                o[c] = w[(q * 48 + c) * 48 + n]
+
+
+# dy, ldy (pairs), steps (K/2), out, ldo, N (even), table, active, begin, end, blocks of a group, scratch,
+# scratch_stride, add, factor, mode, rounded
+@kernel
+def grouped_transposed_dot(args: Any) -> None:
+    """out = dy·W̃ (or out += factor·dy·W̃) of every group, bf16 operands; a task: active group × 96 columns of W̃.
+
+    A task turns its columns of W̃ around in scratch: two panels of N/2 pairs; the packed matrix is read once.
+    """
+    x, ldx, steps, out, ldo, rows, blocks = args[3], args[4], args[5], args[6], args[7], args[8], args[13]
+    active, begin, end = i32p(args[10]), i64p(args[11]), i64p(args[12])
+    scratch = args[14] + next_slot(args) * args[15]
+    mode = args[18]
+    write = (mode, args[16] != 0, np.float32(as_float(args[17])))
+    turned = scratch + BLOCK_PAIRS * 192
+    tile = stack_f32(384)
+    while True:
+        task = next_task(args)
+        if task >= args[1]:
+            break
+        e, pair = np.int64(active[task // blocks]), task % blocks * BLOCK_PAIRS
+        if end[e] <= begin[e]:
+            continue
+        source = i64p(args[9] + e * 40)
+        kind, first = source[0], source[4]
+        count = min(BLOCK_PAIRS, steps - pair)
+        for t in range((first + rows + 47) // 48):
+            data, scale, zero = _shifted(kind, source, t, steps, pair)
+            if kind != BF16:
+                expand_pairs(data, scale, zero, kind, 0, count, scratch)
+                data = scratch
+            left, right = columns_of(t, first, rows)
+            _turn_pairs(data, count, left, right, turned, (t * 48 - first) // 2, rows // 2)
+        for q in range((count + 23) // 24):
+            column = 2 * pair + q * 48
+            span = (0, min(48, 2 * steps - column))
+            target = out + column * (2 if mode == 1 else 4)
+            panel = turned + q * rows * 96
+            dot_rows(x, ldx, begin[e], end[e], panel, rows // 2, target, ldo, span, write, tile)
+
+
+# the same arguments; dy and ldy count float32
+@kernel
+def grouped_transposed_fma(args: Any) -> None:
+    """The same with float32 operands."""
+    x, ldx, steps, out, ldo, rows, blocks = args[3], args[4], args[5], args[6], args[7], args[8], args[13]
+    active, begin, end = i32p(args[10]), i64p(args[11]), i64p(args[12])
+    scratch = args[14] + next_slot(args) * args[15]
+    mode, rounded = args[18], args[19] != 0
+    write = (mode, args[16] != 0, np.float32(as_float(args[17])))
+    turned = scratch + BLOCK_PAIRS * 384
+    tile = stack_f32(384)
+    while True:
+        task = next_task(args)
+        if task >= args[1]:
+            break
+        e, pair = np.int64(active[task // blocks]), task % blocks * BLOCK_PAIRS
+        if end[e] <= begin[e]:
+            continue
+        source = i64p(args[9] + e * 40)
+        kind, first = source[0], source[4]
+        count = min(BLOCK_PAIRS, steps - pair)
+        for t in range((first + rows + 47) // 48):
+            if kind == FP32:
+                data = source[1] + (t * steps + pair) * 384
+            else:
+                data, scale, zero = _shifted(kind, source, t, steps, pair)
+                expand_f32(kind, data, scale, zero, 0, count, rounded, scratch)
+                data = scratch
+            left, right = columns_of(t, first, rows)
+            _turn_f32(f32p(data), 2 * count, left, right, turned, t * 48 - first, rows)
+        for q in range((2 * count + 47) // 48):
+            column = 2 * pair + q * 48
+            span = (0, min(48, 2 * steps - column))
+            target = out + column * (2 if mode == 1 else 4)
+            panel = turned + q * rows * 192
+            fma_rows(x, ldx, begin[e], end[e], panel, rows, target, ldo, span, write, tile)
+
+
+# ---------------------------------------------------------------- sums over the rows of a group (weight gradients)
+
+
+@njit(inline="always")
+def _operand(address: Any, i: Any, mode: Any) -> Any:
+    if mode == 1:
+        return bf16_to_f32(u16p(address)[i])
+    return f32p(address)[i]
+
+
+# source [P, r] operand, ld, r, weights (float32 [P]) or 0, out [r, lda], lda, active, begin, end, start of a group's
+# columns (int64 [E]), mode of source and out
+@kernel
+def turn_rows(args: Any) -> None:
+    """out[i, start[e] + p] = weight·source[begin[e] + p, i]: small operands by column; a zero follows an odd group."""
+    ld, rank, weights, lda, mode = args[4], args[5], args[6], args[8], args[13]
+    active, begin, end, start = i32p(args[9]), i64p(args[10]), i64p(args[11]), i64p(args[12])
+    while True:
+        task = next_task(args)
+        if task >= args[1]:
+            break
+        e = np.int64(active[task])
+        for p in range(begin[e], end[e] + (end[e] - begin[e]) % 2):
+            column = start[e] + p - begin[e]
+            weight = f32p(weights)[p] if weights != 0 and p < end[e] else np.float32(1.0)
+            for i in range(rank):
+                value = np.float32(0.0)
+                if p < end[e]:
+                    at = p * ld + i
+                    value = _operand(args[3], at, mode) * weight
+                if mode == 1:
+                    u16p(args[7])[i * lda + column] = f32_to_bf16(value)
+                else:
+                    f32p(args[7])[i * lda + column] = round_bf16(value) if mode == 2 else value
+
+
+# a [r, lda] by column, lda (pairs), r, start (int64 [E]), x [P, W], ldx (elements), W, out, bytes from one group's out
+# to the next, active, begin, end, scratch, scratch_stride, factor
+@kernel
+def grouped_outer_dot(args: Any) -> None:
+    """out[e] [r, W] += factor·Σ_p a[:, p]·x[p, :] over the rows of group e, bf16; a task: active group × 48 columns."""
+    lda, rank, ldx, width = args[4], args[5], args[8], args[9]
+    start, active, begin, end = i64p(args[6]), i32p(args[12]), i64p(args[13]), i64p(args[14])
+    scratch = args[15] + next_slot(args) * args[16]
+    write = (0, True, np.float32(as_float(args[17])))
+    panels = (width + 47) // 48
+    tile = stack_f32(384)
+    while True:
+        task = next_task(args)
+        if task >= args[1]:
+            break
+        e, t = np.int64(active[task // panels]), task % panels
+        columns = min(48, width - t * 48)
+        target = args[10] + e * args[11] + t * 192
+        for row in range(begin[e], end[e], OUTER_ROWS):
+            count = min(OUTER_ROWS, end[e] - row)
+            for p in range((count + 1) // 2):
+                a = u16p(args[7] + ((row + 2 * p) * ldx + t * 48) * 2)
+                b = u16p(args[7] + ((row + min(2 * p + 1, count - 1)) * ldx + t * 48) * 2)
+                o = u32p(scratch + p * 192)
+                keep = np.uint32(0xFFFF0000) if 2 * p + 1 < count else np.uint32(0)
+                for c in range(columns):
+                    o[c] = np.uint32(a[c]) | ((np.uint32(b[c]) << np.uint32(16)) & keep)
+            x = args[3] + (start[e] + row - begin[e]) * 2
+            dot_rows(x, lda, 0, rank, scratch, (count + 1) // 2, target, width, (0, columns), write, tile)
+
+
+# the same arguments; lda counts float32
+@kernel
+def grouped_outer_fma(args: Any) -> None:
+    """The same with float32 operands."""
+    lda, rank, ldx, width = args[4], args[5], args[8], args[9]
+    start, active, begin, end = i64p(args[6]), i32p(args[12]), i64p(args[13]), i64p(args[14])
+    scratch = args[15] + next_slot(args) * args[16]
+    write = (0, True, np.float32(as_float(args[17])))
+    panels = (width + 47) // 48
+    tile = stack_f32(384)
+    while True:
+        task = next_task(args)
+        if task >= args[1]:
+            break
+        e, t = np.int64(active[task // panels]), task % panels
+        columns = min(48, width - t * 48)
+        target = args[10] + e * args[11] + t * 192
+        for row in range(begin[e], end[e], OUTER_ROWS):
+            count = min(OUTER_ROWS, end[e] - row)
+            for p in range(count):
+                a = f32p(args[7] + ((row + p) * ldx + t * 48) * 4)
+                o = f32p(scratch + p * 192)
+                for c in range(columns):
+                    o[c] = a[c]
+            x = args[3] + (start[e] + row - begin[e]) * 4
+            fma_rows(x, lda, 0, rank, scratch, count, target, width, (0, columns), write, tile)
