@@ -42,7 +42,7 @@ from tithe.packing import MicroBatch
 from tithe.quant import set_threads
 from tithe.renderers import ChatRenderer, load_renderer
 from tithe.rewards import Verdict, judge
-from tithe.trainer import Trainer, TrainerSettings, perturbed, probe_logp
+from tithe.trainer import Perturbed, Trainer, TrainerSettings, probe_masters
 from tithe.types import Completion, GenerateRequest, PolicyVersion, Rollout, RolloutGroup, SamplingParams, TrainingBatch
 from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields, read_manifest
 
@@ -141,10 +141,10 @@ def publish(system: System, channel: DirectoryChannel, serial: int) -> str:
     answer = system.renderer.render("3 + 4 is 7.")
 
     def score(masters: Mapping[str, torch.Tensor]) -> tuple[float, ...]:  # log-probs [T] by the training path
-        return tuple(lane.call(probe_logp, decoder, trainer.passes, question, answer, masters, trainer.spec))
+        return tuple(lane.call(probe_masters, trainer.passes, question, answer, masters, trainer.spec))
 
     tensors = trainer.adapter_tensors()
-    logp_T, shaken_T = score(tensors), score(perturbed(tensors))  # the second: every weight off by 1e-7 of itself
+    logp_T, shaken_T = score(tensors), score(Perturbed(tensors))  # the second: every weight off by 1e-7 of itself
     noise_floor = max(abs(a - b) for a, b in zip(logp_T, shaken_T, strict=True))
     parent = read_manifest(channel.list_versions()[-1]) if serial > 0 else None
     manifest = manifest_fields(

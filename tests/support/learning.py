@@ -26,7 +26,7 @@ from tithe.lora import LoraSpec, init_tensors
 from tithe.losses import Aggregation, LossSettings
 from tithe.models import Decoder, Lane
 from tithe.models.lane import _run, _tick
-from tithe.trainer import StepResult, Trainer, TrainerSettings, perturbed, probe_logp
+from tithe.trainer import Perturbed, StepResult, Trainer, TrainerSettings, probe_masters
 from tithe.types import (
     Completion,
     FinishReason,
@@ -164,6 +164,11 @@ class ManualLane(Lane):
             self.tick()
 
 
+def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies: what a trainer hands out is what it goes on changing."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 @dataclass(eq=False)
 class Rig:
     """See the module. Engine options go to `SharedEngine`. `threaded` takes a real lane."""
@@ -208,11 +213,10 @@ class Rig:
 
     def _probe(self, tensors: Mapping[str, Tensor]) -> Probe:
         def score(masters: Mapping[str, Tensor]) -> list[float]:
-            spec = self.trainer.spec
-            return probe_logp(self.decoder, self.trainer.passes, PROBE_PROMPT, PROBE_TARGET, masters, spec)
+            passes, spec = self.trainer.passes, self.trainer.spec
+            return self.lane.call(probe_masters, passes, PROBE_PROMPT, PROBE_TARGET, masters, spec)
 
-        logp = self.lane.call(score, tensors)
-        shaken = self.lane.call(score, perturbed(tensors))
+        logp, shaken = score(tensors), score(Perturbed(tensors))
         parent, self._parent_logp = self._parent_logp, tuple(logp)
         return Probe(
             token_ids=(*PROBE_PROMPT, *PROBE_TARGET),

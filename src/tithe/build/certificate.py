@@ -17,7 +17,7 @@ from tithe.errors import AdapterError
 from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
 from tithe.pool import PoolReader
 from tithe.quant import kernel_threads
-from tithe.trainer import perturbed, score_groups
+from tithe.trainer import Perturbed, score_groups
 from tithe.trainer.passes import Passes
 from tithe.types import RolloutGroup
 from tithe.utils.durable import write_text
@@ -107,7 +107,7 @@ def _compare(
     passes: Passes | None = None
     for index, (directory, groups) in enumerate(by_version.items()):
         _, tensors, spec = load_published(directory, decoder.linear_shapes())
-        adapter = TrainAdapter.build(decoder, tensors, spec)
+        adapter = TrainAdapter.for_scoring(decoder, tensors, spec)
         if passes is None and decoder is session.base.decoder:
             passes = session.trainer.passes  # its buffers are there already
         elif passes is None:
@@ -116,7 +116,7 @@ def _compare(
         scored = score_groups(passes, groups, adapter, _PASS_TOKENS).logp
         differences += _against_sampler(groups, scored)
         if index == 0:
-            shaken = TrainAdapter.build(decoder, perturbed(tensors), spec)
+            shaken = TrainAdapter.for_scoring(decoder, Perturbed(tensors), spec)
             again = score_groups(passes, groups, shaken, _PASS_TOKENS).logp
             floor = max(
                 float(np.abs(a - b).max())

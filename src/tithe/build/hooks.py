@@ -14,7 +14,7 @@ from tithe.checkpoint import save_checkpoint
 from tithe.errors import NonFiniteError
 from tithe.orchestration import RunControl, ServedVersion, TrainHooks, evaluate
 from tithe.pool import PoolReader
-from tithe.trainer import perturbed, probe_logp
+from tithe.trainer import Perturbed, probe_logp, probe_masters
 from tithe.types import PolicyVersion
 from tithe.utils.durable import write_text
 from tithe.utils.memory import release_unused
@@ -50,16 +50,12 @@ class Publisher:
         return name
 
     def _write(self, version: PolicyVersion) -> tuple[Path, list[float]]:
-        """The published directory and the trainer's answer to the probe. Nothing of the copies outlives it: the engine
-        reads its own from disk."""
+        """The published directory and the trainer's answer to the probe. The engine reads its own copy from disk."""
         trainer, base = self._session.trainer, self._session.base
         tensors = trainer.adapter_tensors()
-
-        def score(masters: Mapping[str, Any]) -> list[float]:
-            return probe_logp(base.decoder, trainer.passes, self._prompt, self._target, masters, trainer.spec)
-
-        logp = base.lane.call(score, tensors)
-        shaken = base.lane.call(lambda: score(perturbed(tensors)))
+        ask = (trainer.passes, self._prompt, self._target)
+        logp = base.lane.call(probe_logp, *ask, trainer.adapter)
+        shaken = base.lane.call(probe_masters, *ask, Perturbed(tensors), trainer.spec)
         if not all(math.isfinite(x) for x in (*logp, *shaken)):
             raise NonFiniteError(
                 f"after optimizer step {trainer.optimizer_step} the policy's log-probs are no finite numbers;"

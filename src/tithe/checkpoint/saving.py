@@ -6,14 +6,12 @@ it, then `prune` removes older ones.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from tithe.checkpoint.store import (
@@ -26,7 +24,8 @@ from tithe.checkpoint.store import (
     step_folders,
 )
 from tithe.errors import ResumeError, UserError
-from tithe.utils.durable import complete_directory, explain, remove_directory, sweep
+from tithe.lora import save_tensors
+from tithe.utils.durable import explain, hidden_directory, make_visible, remove_directory, sha256_file, sweep
 
 _GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -41,23 +40,21 @@ def save_checkpoint(root: Path, step: int, tensors: Mapping[str, torch.Tensor], 
     Raises `ValueError` for a tensor's name, `TypeError` for what JSON cannot hold (naming it), and `UserError` when the
     disk refuses.
     """
-    files = _tensor_files(tensors)
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "step": step,
-        "state": _checked_json(state, "state"),
-        "files": {n: {"n_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for n, data in files.items()},
-    }
-    content["sha256"] = digest(content)
+    groups = _groups(tensors)
+    content: dict[str, Any] = {"format": FORMAT, "step": step, "state": _checked_json(state, "state")}
     target = checkpoint_path(root, step)
     try:
         sweep(root)
-        if target.is_dir() and problem_of(target) is None and read_state(target)["sha256"] == content["sha256"]:
-            return target
-        with complete_directory(target, replace=True) as hidden:
-            for name, data in files.items():
-                (hidden / name).write_bytes(data)
+        with hidden_directory(root) as hidden:
+            for group, members in groups.items():
+                save_tensors(members, hidden / f"{group}.safetensors")
+            files = sorted(hidden.iterdir())
+            content["files"] = {p.name: {"n_bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in files}
+            content["sha256"] = digest(content)
+            if target.is_dir() and problem_of(target) is None and read_state(target)["sha256"] == content["sha256"]:
+                return target
             (hidden / STATE_FILE).write_bytes((json.dumps(content, indent=1) + "\n").encode())
+            make_visible(hidden, target, replace=True)
     except OSError as error:
         raise UserError(f"cannot save the checkpoint {target}: {explain(error)}") from error
     return target
@@ -94,18 +91,15 @@ def _is_checkpoint(path: Path) -> bool:
         return False
 
 
-def _tensor_files(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """One safetensors image per group. Tensors that share memory are stored once each."""
+def _groups(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors by group, a file each. Tensors that share memory are stored once each."""
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         group, slash, rest = name.partition("/")
         if not slash or not rest or not _GROUP_NAME.fullmatch(group):
             raise ValueError(f"tensor {name!r}: a name is group/rest, the group in lower case")
         groups.setdefault(group, {})[rest] = tensor.detach().to("cpu").contiguous()
-    files: dict[str, bytes] = {}
-    for group, members in sorted(groups.items()):
-        files[f"{group}.safetensors"] = safetensors.torch.save(_without_aliases(members))
-    return files
+    return {group: _without_aliases(members) for group, members in sorted(groups.items())}
 
 
 def _without_aliases(members: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,15 +2,15 @@
 of immutable versions that live on one base at once.
 """
 
+from tithe.lora.files import save_tensors
 from tithe.lora.init import init_tensors
-from tithe.lora.peft_io import TENSOR_FILE, adapter_files, check_adapter, load_adapter, save_adapter
+from tithe.lora.peft_io import TENSOR_FILE, check_adapter, load_adapter, save_adapter, write_adapter_files
 from tithe.lora.spec import ALL_LINEAR, LoraSpec, matches, module_of, resolve_targets, tensor_names
 
 __all__ = [
     "ALL_LINEAR",
     "TENSOR_FILE",
     "LoraSpec",
-    "adapter_files",
     "check_adapter",
     "init_tensors",
     "load_adapter",
@@ -18,5 +18,7 @@ __all__ = [
     "module_of",
     "resolve_targets",
     "save_adapter",
+    "save_tensors",
     "tensor_names",
+    "write_adapter_files",
 ]

@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from tithe.errors import AdapterError, UserError
+from tithe.lora.files import save_tensors
 from tithe.lora.spec import ALL_LINEAR, LoraSpec, matches, module_of, resolve_targets, tensor_names
 from tithe.utils.durable import complete_directory, explain
 
@@ -74,27 +75,26 @@ def save_adapter(
     model the adapter belongs to. Raises `AdapterError` for tensors that are no adapter, `UserError` when the disk
     refuses.
     """
-    files = adapter_files(tensors, spec, base_model=base_model)
     try:
         with complete_directory(directory, replace=True) as hidden:
-            for name, data in files.items():
-                (hidden / name).write_bytes(data)
+            write_adapter_files(hidden, tensors, spec, base_model=base_model)
     except OSError as error:
         raise UserError(f"cannot write the adapter {directory}: {explain(error)}") from error
 
 
-def adapter_files(
-    tensors: Mapping[str, torch.Tensor], spec: LoraSpec, *, base_model: str | None = None
-) -> dict[str, bytes]:
-    """The content of an adapter directory by file name; equal adapters give equal bytes. Raises `AdapterError`."""
+def write_adapter_files(
+    folder: Path, tensors: Mapping[str, torch.Tensor], spec: LoraSpec, *, base_model: str | None = None
+) -> None:
+    """Write an adapter's two files into `folder`; equal adapters give equal bytes.
+
+    Contiguous float32 tensors go to the file as they lie in memory, without a copy. Raises `AdapterError`, `OSError`.
+    """
     modules = _check_tensors(tensors, spec, "adapter to save")
     _check_coverage(spec.target_modules, modules, "adapter to save")
+    config = json.dumps(_config_of(spec, modules, base_model), indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_bytes(config.encode())
     on_disk = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in tensors.items()}
-    config = _config_of(spec, modules, base_model)
-    return {
-        CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
-        TENSOR_FILE: safetensors.torch.save(on_disk, metadata={"format": "pt"}),
-    }
+    save_tensors(on_disk, folder / TENSOR_FILE, metadata={"format": "pt"})
 
 
 def load_adapter(

@@ -115,7 +115,14 @@ def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, 
     args += [*pages.addresses(index), is_bf16(pages.keys)]
     args += [b.table.data_ptr(), b.table.shape[1], b.sequence.data_ptr(), b.position.data_ptr()]
     args += [b.att.data_ptr(), is_bf16(b.att), b.lse.data_ptr() if b.lse is not None else 0]
-    values = [*args, 1.0 / math.sqrt(spec.head_dim), scratch.address, scratch.floats, b.table.shape[1] * 16, pages.blocks]
+    values = [
+        *args,
+        1.0 / math.sqrt(spec.head_dim),
+        scratch.address,
+        scratch.floats,
+        b.table.shape[1] * 16,
+        pages.blocks,
+    ]
     return attention.bind(b.x.shape[0], values, (b, pages, scratch.buffer))
 
 

@@ -1,8 +1,8 @@
 """Forward kernels of a decoder layer, the same for decode, prefill and training rows.
 
-A row is one token position. Keys and values live in pages of 16 positions: keys transposed [page, L, Hkv, D, 16], values
-[page, L, Hkv, 16, D], so that a row's attention walks whole pages in order from position 0 whatever else is in the
-batch. A kernel gets the address of its layer in page 0 and the blocks (L·Hkv) from one page to the next.
+A row is one token position. Keys and values live in pages of 16 positions: keys transposed [page, L, Hkv, D, 16],
+values [page, L, Hkv, 16, D], so that a row's attention walks whole pages in order from position 0 whatever else is in
+the batch. A kernel gets the address of its layer in page 0 and the blocks (L·Hkv) from one page to the next.
 Argument order of every kernel is written above it; addresses are int64, strides count elements, slot 0..2 as in
 `tithe.quant.runtime`. Reductions use 16 lanes combined in a fixed tree.
 """

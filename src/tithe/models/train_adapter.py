@@ -53,6 +53,11 @@ class TrainAdapter:
             places.append({name: place for name, place in found.items() if place is not None})
         return TrainAdapter(decoder.build_adapter(tensors, spec), tuple(places))
 
+    @staticmethod
+    def for_scoring(decoder: Decoder, tensors: Mapping[str, Tensor], spec: LoraSpec) -> TrainAdapter:
+        """The forward's half alone, for log-probs without a backward."""
+        return TrainAdapter(decoder.build_adapter(tensors, spec), ())
+
     def widths(self) -> dict[str, int]:
         """Σ rank by place, the widest of all layers."""
         widths: dict[str, int] = {}

@@ -227,16 +227,15 @@ class TrainPass:
         values = self.pages.values[:, i].transpose(-1, -2).contiguous()
         self._dkv[: layout.sequences].zero_()
         q, table = self.saved.q[slot], self.plan.buffers.table
-        args = [q.data_ptr(), q.shape[1], spec.n_heads, spec.n_kv_heads, spec.head_dim, d_att.data_ptr()]
+        args: list[int | float] = [q.data_ptr(), q.shape[1], spec.n_heads, spec.n_kv_heads, spec.head_dim]
+        args += [d_att.data_ptr()]
         args += [self.pages.addresses(i)[0], keys.data_ptr(), values.data_ptr(), is_bf16(keys)]
         args += [table.data_ptr(), table.shape[1]]
         args += [t.data_ptr() for t in (layout.start, layout.length, layout.first)]
-        tail = [self._dq.data_ptr(), self._dkv.data_ptr(), self._dkv.shape[3]]
-        values_ = [*args, self.saved.lse[slot].data_ptr(), 1.0 / math.sqrt(spec.head_dim), *tail]
-        launch = attention_backward.bind(
-            layout.sequences * spec.n_kv_heads, [*values_, self._scratch.address, self._scratch.floats, self.pages.blocks]
-        )
-        launch.run()
+        args += [self.saved.lse[slot].data_ptr(), 1.0 / math.sqrt(spec.head_dim)]
+        args += [self._dq.data_ptr(), self._dkv.data_ptr(), self._dkv.shape[3]]
+        args += [self._scratch.address, self._scratch.floats, self.pages.blocks]
+        attention_backward.bind(layout.sequences * spec.n_kv_heads, args).run()
 
     def _finish_backward(self, i: int) -> None:
         decoder, layout, slot = self.decoder, self._layout, self.saved.slot(i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tithe.lora import LoraSpec
-from tithe.models import Decoder, TrainAdapter
+from tithe.models import TrainAdapter
 from tithe.packing import plan_micro_batches
 from tithe.trainer.passes import Passes
 from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
@@ -26,10 +26,27 @@ class ScoredBatch:
     logp: list[list[np.ndarray | None]]
 
 
-def perturbed(tensors: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Every entry times 1 + 1e-7·n with n drawn from a standard normal."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: t * (1.0 + NOISE * torch.randn(t.shape, generator=generator)) for name, t in sorted(tensors.items())}
+class Perturbed(Mapping[str, Tensor]):
+    """Every entry of the given tensors times 1 + 1e-7·n, n drawn from a standard normal; made when it is read.
+
+    A tensor's draws follow from the seed and its place in the sorted names, so it is the same at every reading.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], seed: int = 0) -> None:
+        self._tensors, self._seed = tensors, seed
+        self._place = {name: place for place, name in enumerate(sorted(tensors))}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        state = np.random.SeedSequence((self._seed, self._place[name])).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state[0]))
+        return torch.randn(tensor.shape, generator=generator).mul_(NOISE).add_(1.0).mul_(tensor.detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
 
 
 def score_groups(
@@ -45,22 +62,27 @@ def score_groups(
     return ScoredBatch(out)
 
 
-def probe_logp(
-    decoder: Decoder,
-    passes: Passes,
-    prompt: Sequence[int],
-    target: Sequence[int],
-    tensors: Mapping[str, Tensor],
-    spec: LoraSpec,
-) -> list[float]:
-    """log-probs at T = 1 of a probe's completion under given masters, by the training path. On the lane."""
-    adapter = TrainAdapter.build(decoder, tensors, spec)
+def probe_logp(passes: Passes, prompt: Sequence[int], target: Sequence[int], adapter: TrainAdapter) -> list[float]:
+    """log-probs at T = 1 of a probe's completion under an adapter, by the training path. On the lane."""
     n = len(target)
     zeros = np.zeros(n, np.float32)
     ids = np.array(target, np.int32)
     rollout = Rollout(0, ids, np.ones(n, bool), zeros, zeros, np.zeros(n, np.int32), 1.0, FinishReason.STOP)
     group = RolloutGroup(0, "probe", np.array(prompt, np.int32), (rollout,), 0, 0)
     logp = score_groups(passes, [group], adapter, len(prompt) + n).logp[0][0]
-    passes.forget(adapter)
     assert logp is not None
     return [float(x) for x in logp]
+
+
+def probe_masters(
+    passes: Passes,
+    prompt: Sequence[int],
+    target: Sequence[int],
+    tensors: Mapping[str, Tensor],
+    spec: LoraSpec,
+) -> list[float]:
+    """`probe_logp` under given masters, cast as for publication. On the lane."""
+    adapter = TrainAdapter.for_scoring(passes.decoder, tensors, spec)
+    logp = probe_logp(passes, prompt, target, adapter)
+    passes.forget(adapter)
+    return logp

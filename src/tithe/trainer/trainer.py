@@ -169,17 +169,25 @@ class Trainer:
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def adapter(self) -> TrainAdapter:
+        """The masters in the published cast, as the next micro-batch will read them."""
+        return self._adapter
+
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """Copies of the float32 masters by PEFT name: what is published."""
-        return {name: master.detach().clone() for name, master in self._masters.items()}
+        """The float32 masters by PEFT name: what is published. No copies: the next `step` changes them."""
+        return {name: master.detach() for name, master in self._masters.items()}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a resume needs: ``adapter/…``, ``optimizer/exp_avg/…``, ``optimizer/exp_avg_sq/…``."""
+        """Everything a resume needs: ``adapter/…``, ``optimizer/exp_avg/…``, ``optimizer/exp_avg_sq/…``.
+
+        No copies, as in `adapter_tensors`.
+        """
         state = {f"adapter/{name}": t for name, t in self.adapter_tensors().items()}
         for name, master in self._masters.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 if master in self._optimizer.state:
-                    state[f"optimizer/{key}/{name}"] = self._optimizer.state[master][key].detach().clone()
+                    state[f"optimizer/{key}/{name}"] = self._optimizer.state[master][key].detach()
         return state
 
     def state(self) -> dict[str, int]:

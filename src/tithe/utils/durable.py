@@ -56,27 +56,47 @@ def complete_directory(target: Path, *, replace: bool = False) -> Iterator[Path]
     empty raises `FileExistsError` before the block runs, unless `replace`: it is then moved aside after the new one
     is durable (a kill exactly between the two renames leaves neither visible) and removed.
     """
-    if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(errno.EEXIST, "already exists", str(target))
-    _make_folder(target.parent)
-    hidden = _hidden_name(target)
+    _refuse_taken(target, replace)
+    with hidden_directory(target.parent) as hidden:
+        yield hidden
+        make_visible(hidden, target, replace=replace)
+
+
+@contextmanager
+def hidden_directory(parent: Path) -> Iterator[Path]:
+    """Yield a hidden directory in `parent` to fill, for a target whose name depends on what is written.
+
+    Give it to `make_visible` before the block ends; otherwise it is removed and nothing has changed.
+    """
+    _make_folder(parent)
+    hidden = _hidden_name(parent / "new")
     hidden.mkdir()
     try:
         yield hidden
-        _flush_tree(hidden)
-        retired = _retire(target) if target.exists() else None
-        try:
-            hidden.rename(target)
-        except OSError:
-            if retired is not None:
-                retired.rename(target)
-            raise
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
+    finally:
+        if hidden.exists():
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def make_visible(hidden: Path, target: Path, *, replace: bool = False) -> None:
+    """Flush a hidden directory and rename it to `target`, beside it; see `complete_directory`."""
+    _refuse_taken(target, replace)
+    _flush_tree(hidden)
+    retired = _retire(target) if target.exists() else None
+    try:
+        hidden.rename(target)
+    except OSError:
+        if retired is not None:
+            retired.rename(target)
         raise
     _flush_directory(target.parent)
     if retired is not None:
         shutil.rmtree(retired)
+
+
+def _refuse_taken(target: Path, replace: bool) -> None:
+    if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(errno.EEXIST, "already exists", str(target))
 
 
 def remove_directory(path: Path) -> None:

@@ -10,7 +10,6 @@ may write to the directory.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,16 @@ from typing import Any
 import torch
 
 from tithe.errors import AdapterError, RunError, UserError
-from tithe.lora import TENSOR_FILE, LoraSpec, adapter_files, load_adapter
+from tithe.lora import TENSOR_FILE, LoraSpec, load_adapter, write_adapter_files
 from tithe.types import PolicyVersion
-from tithe.utils.durable import complete_directory, explain, remove_directory, sha256_file, sweep
+from tithe.utils.durable import (
+    explain,
+    hidden_directory,
+    make_visible,
+    remove_directory,
+    sha256_file,
+    sweep,
+)
 from tithe.weight_sync.manifest import MANIFEST_FILE, FileRecord, Manifest, check_run_name, parse_name, published_name
 from tithe.weight_sync.probe import Probe
 
@@ -104,29 +110,28 @@ class DirectoryChannel:
         when the disk refuses; nothing has then become visible.
         """
         fields = _checked(manifest)
-        files = adapter_files(tensors, fields["lora"])
-        records = {name: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
-        name = published_name(self._run_name, version, records[TENSOR_FILE].sha256)
-        record = Manifest(
-            name=name,
-            version=version,
-            files=records,
-            **{key: value for key, value in fields.items() if key != "lora"},
-        )
-        target = self._root / name
         newest = self.newest()
-        if newest is not None and version <= newest:
-            self._require_same(target, record, newest)
-            return target
         try:
             sweep(self._root)
-            with complete_directory(target) as hidden:
-                for file_name, data in files.items():
-                    (hidden / file_name).write_bytes(data)
+            with hidden_directory(self._root) as hidden:
+                write_adapter_files(hidden, tensors, fields["lora"])
+                record = self._record(version, hidden, fields)
+                target = self._root / record.name
+                if newest is not None and version <= newest:
+                    self._require_same(target, record, newest)
+                    return target
                 (hidden / MANIFEST_FILE).write_bytes(record.to_json().encode())
+                make_visible(hidden, target)
         except OSError as error:
-            raise UserError(f"cannot publish {target}: {explain(error)}") from error
+            raise UserError(f"cannot publish version {version.serial} in {self._root}: {explain(error)}") from error
         return target
+
+    def _record(self, version: PolicyVersion, folder: Path, fields: Mapping[str, Any]) -> Manifest:
+        """The manifest of what lies in a folder; the name is made from the tensors' checksum."""
+        files = {p.name: FileRecord(p.stat().st_size, sha256_file(p)) for p in sorted(folder.iterdir())}
+        name = published_name(self._run_name, version, files[TENSOR_FILE].sha256)
+        rest = {key: value for key, value in fields.items() if key != "lora"}
+        return Manifest(name=name, version=version, files=files, **rest)
 
     def list_versions(self) -> list[Path]:
         """Complete versions of this run, oldest first (by lineage, then serial as a number)."""

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import safetensors.torch
 import torch
 
 from tithe.checkpoint import find_checkpoints, load_checkpoint, prune, save_checkpoint, select_checkpoint
@@ -261,14 +262,14 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, 20)
     written = []
 
-    def full(path, data):
+    def full(members, path):
         written.append(path.name)
-        with path.open("wb") as file:
-            file.write(data[: len(data) // len(written)])
+        data = safetensors.torch.save(members)
+        path.write_bytes(data[: len(data) // len(written)])
         if len(written) == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("tithe.checkpoint.saving.save_tensors", full)
     with pytest.raises(UserError, match=r"cannot save the checkpoint .*step_000030: no space left"):
         save(tmp_path, 30)
     assert steps(tmp_path) == ["step_000020"]

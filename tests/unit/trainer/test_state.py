@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from support.decoders import random_ids
-from support.learning import SETTINGS, batch, group, rollout, train, trainer
+from support.learning import SETTINGS, batch, group, rollout, snapshot, train, trainer
 from tithe.checkpoint import load_checkpoint, save_checkpoint
 from tithe.errors import ResumeError
 from tithe.models import Decoder
@@ -77,7 +77,7 @@ def test_what_a_checkpoint_lacks_is_named_and_nothing_is_taken(decoder: Decoder)
     before, _ = run(decoder, 0, 2)
     tensors, state = before.state_tensors(), before.state()
     after = trainer(decoder, RUN)
-    kept = after.state_tensors()
+    kept = snapshot(after.state_tensors())
 
     def refuses(broken: dict[str, Tensor], said: str) -> None:
         with pytest.raises(ResumeError, match=said):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from support.decoders import random_adapter, random_ids
-from support.learning import SETTINGS, SPEC, Rig, batch, group, rollout, train, trainer
+from support.learning import SETTINGS, SPEC, Rig, batch, group, rollout, snapshot, train, trainer
 from tithe.advantages import with_kl_penalty
 from tithe.losses import Aggregation, LossSettings
-from tithe.trainer import Trainer, TrainerSettings, learning_rate, probe_logp
+from tithe.trainer import Trainer, TrainerSettings, learning_rate, probe_masters
 from tithe.types import TrainingBatch
 
 EXACT = replace(SETTINGS, beta1=0.0, max_grad_norm=1e30)
@@ -34,7 +34,7 @@ def sampled(learner: Trainer, what: TrainingBatch) -> TrainingBatch:
     adapter = learner.adapter_tensors()
 
     def scored(prompt: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        logp = probe_logp(learner.decoder, learner.passes, prompt.tolist(), ids.tolist(), adapter, SPEC)
+        logp = probe_masters(learner.passes, prompt.tolist(), ids.tolist(), adapter, SPEC)
         return np.array(logp, np.float32)
 
     groups = [
@@ -124,15 +124,15 @@ def test_no_step_but_the_last_has_a_rate_of_zero(kind, warmup, total) -> None:
 
 def test_weight_decay_pulls_toward_no_change_even_without_a_gradient(exact) -> None:
     learner = trainer(exact, replace(EXACT, weight_decay=0.5, lr=0.1))
-    before = learner.adapter_tensors()
+    before = snapshot(learner.adapter_tensors())
     train(learner, some_batch((0.0, 0.0, 0.0)))
-    after = learner.adapter_tensors()
+    after = snapshot(learner.adapter_tensors())
     assert all(torch.allclose(after[n], before[n] * (1 - 0.1 * 0.5), rtol=1e-5) for n in before)
 
 
 def test_a_batch_of_which_nothing_is_trained_changes_nothing(decoder) -> None:
     learner = trainer(decoder, replace(SETTINGS, weight_decay=0.5))
-    before = learner.adapter_tensors()
+    before = snapshot(learner.adapter_tensors())
     what = TrainingBatch(some_batch().groups, [[None, None, None]], 0)
     assert learner.plan(what) == []
     result = learner.step()
@@ -158,7 +158,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(decoder, bad) 
     learner, twin = trainer(decoder), trainer(decoder)
     train(learner, some_batch())
     train(twin, some_batch())
-    before, state = learner.state_tensors(), learner.state()
+    before, state = snapshot(learner.state_tensors()), learner.state()
     result = train(learner, some_batch((1.0, bad, -1.0)))
     assert result.skipped
     assert not math.isfinite(result.metrics["loss"])
@@ -179,13 +179,13 @@ def moved_share(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
 def test_small_updates_reach_float32_masters_and_would_be_lost_in_bf16_ones(decoder) -> None:
     """At the learning rate of the README a bf16 master rounds most updates away."""
     learner = trainer(decoder, replace(SETTINGS, lr=2e-5, max_grad_norm=1e9))
-    start = learner.adapter_tensors()
+    start = snapshot(learner.adapter_tensors())
     rounded = {n: t.bfloat16() for n, t in start.items()}
     lost = start
     for _ in range(5):
-        before = learner.adapter_tensors()
+        before = snapshot(learner.adapter_tensors())
         train(learner, some_batch())
-        after = learner.adapter_tensors()
+        after = snapshot(learner.adapter_tensors())
         assert moved_share(before, after) > 0.97
         assert all(t.dtype == torch.float32 for t in after.values())
         rounded, lost = {n: (rounded[n].float() + after[n] - before[n]).bfloat16() for n in start}, rounded
@@ -195,13 +195,16 @@ def test_small_updates_reach_float32_masters_and_would_be_lost_in_bf16_ones(deco
     assert drift > 2 * bf16_drift
 
 
-def test_what_is_handed_out_is_a_copy(decoder) -> None:
-    learner = trainer(decoder)
+def test_what_is_handed_out_is_no_copy_and_what_is_taken_in_is(decoder) -> None:
+    """A version is written without a second copy in memory, and two trainers never share a tensor."""
+    learner, twin = trainer(decoder), trainer(decoder, seed=9)
     train(learner, some_batch())
-    for given in (learner.adapter_tensors(), learner.state_tensors()):
-        for tensor in given.values():
-            tensor.zero_()
-    assert all(bool(t.abs().sum() > 0) for t in learner.state_tensors().values())
+    given = learner.adapter_tensors()
+    twin.load_state(learner.state_tensors(), learner.state())
+    taken = snapshot(twin.state_tensors())
+    train(learner, some_batch())
+    assert unchanged(given, learner.adapter_tensors())
+    assert unchanged(taken, twin.state_tensors())
 
 
 # ------------------------------------------------------------------ KL

@@ -78,7 +78,7 @@ def test_everything_is_flushed_before_the_name_appears(tmp_path, monkeypatch):
     fill(target, "1")
     names = [name for name, _ in flushed]
     assert names[:2] == ["a", "sub"]
-    assert names[2].startswith(".tmp-x")
+    assert names[2].startswith(".tmp-")
     assert [visible for _, visible in flushed] == [False, False, False, True]
     assert names[3] == tmp_path.name
 
