@@ -4,10 +4,13 @@
 and read lazily; `ArchSpec` and the functions on it need no file and no numpy, for the planner.
 """
 
+from tithe.arch.architectures import Architecture
+from tithe.arch.buildable import check_buildable
 from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes
 from tithe.arch.formats import StoredFormat, TensorFormat, grouped_bytes
 from tithe.arch.locate import find_demo_model, read_checkpoint
-from tithe.arch.spec import Architecture, ArchSpec, kv_bytes_per_token, linear_shapes, tensor_shapes
+from tithe.arch.spec import ArchSpec
+from tithe.arch.tensors import kv_bytes_per_token, linear_shapes, tensor_shapes
 
 __all__ = [
     "ArchSpec",
@@ -18,6 +21,7 @@ __all__ = [
     "TensorEntry",
     "TensorFormat",
     "base_bytes",
+    "check_buildable",
     "find_demo_model",
     "grouped_bytes",
     "kv_bytes_per_token",

@@ -9,16 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tithe.arch.architectures import Architecture
 from tithe.arch.files import MappedFile, quote
-from tithe.arch.formats import TensorFormat
-from tithe.arch.spec import Architecture, ArchSpec, iter_tensor_shapes
+from tithe.arch.formats import StoredFormat, TensorFormat
+from tithe.arch.safetensors_file import SafetensorsTensor
+from tithe.arch.spec import ArchSpec
+from tithe.arch.tensors import iter_tensors
 from tithe.errors import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
 
 _NAMES_SHOWN: Final = 8
-_MISSING_LISTED: Final = 1000
+MISSING_LISTED: Final = 1000
 """Missing names after which the search ends: the config belongs to another model, or claims absurd sizes."""
 
 
@@ -35,18 +38,28 @@ class TensorEntry:
 
     name: str
     shape: tuple[int, ...]
-    """(out, in) for matrices, (n,) for norms and biases."""
-    format: TensorFormat
+    """(out, in) for matrices, (n,) for norms and biases; of packed tensors the logical shape (…, out, in)."""
+    stored: StoredFormat
     n_bytes: int
+    """Bytes that a base keeps; of a packed tensor the scales are among them."""
     file: MappedFile = field(repr=False)
     offset: int
     permute_heads: int = 0
     """Heads whose rows the file keeps in GGUF's interleaved rotary order; 0 when the file's order is canonical."""
+    parts: Mapping[str, SafetensorsTensor] = field(default_factory=dict[str, SafetensorsTensor], repr=False)
+    """Of a compound format: the tensors that hold it by suffix, e.g. ".weight_packed"; `file` and `offset` are those of
+    the codes. Empty for all other formats."""
+
+    @property
+    def format(self) -> TensorFormat:
+        """The kind of format."""
+        return self.stored.kind
 
     def read(self) -> np.ndarray:
         """uint8 [out, bytes per row] in canonical row order; [n, bytes per element] for one dimension.
 
-        A view into the memory map, or a copy of this one tensor when its rows are permuted.
+        A view into the memory map, or a copy of this one tensor when its rows are permuted. `ValueError` for a compound
+        format, whose `parts` are read one by one.
         """
         rows = self.read_file_order()
         order = self.row_order()
@@ -54,6 +67,10 @@ class TensorEntry:
 
     def read_file_order(self) -> np.ndarray:
         """As `read`, always a view, with the rows as the file has them."""
+        if self.parts:
+            raise ValueError(
+                f"{self.name} is {self.format}, which lies in several tensors: read {', '.join(self.parts)}"
+            )
         raw = self.file.view(self.offset, self.n_bytes)
         rows = self.shape[0] if self.shape else 1
         return raw.reshape(rows, self.n_bytes // rows if rows else 0)
@@ -87,6 +104,8 @@ class GenerationInfo:
 
 class Checkpoint:
     """A complete, checked checkpoint. Every tensor the architecture needs is present with the right shape.
+
+    Whether a run can load it is another question: see `check_buildable`.
 
     `config` has Hugging Face's keys with resolved values: `vocab_size` is the embedding's number of rows,
     `rope_parameters` replaces the older rotary keys, `head_dim`, `num_key_value_heads`, `rms_norm_eps` and
@@ -139,7 +158,11 @@ class Checkpoint:
         for name in sorted(self.tensors):
             entry = self.tensors[name]
             digest.update(f"{name}\n{entry.shape}\n{entry.format}\n{entry.permute_heads}\n".encode())
-            digest.update(entry.file.bytes_view(entry.offset, entry.n_bytes))
+            for suffix, part in sorted(entry.parts.items()):
+                digest.update(f"{suffix} {part.dtype} {part.shape}\n".encode())
+                digest.update(part.file.bytes_view(part.offset, part.n_bytes))
+            if not entry.parts:
+                digest.update(entry.file.bytes_view(entry.offset, entry.n_bytes))
         return digest.hexdigest()
 
 
@@ -160,12 +183,13 @@ def _check_tensors(path: Path, spec: ArchSpec, tensors: Mapping[str, TensorEntry
     """The tensors in the architecture's own order; a redundant copy of a tied head is left out."""
     expected: dict[str, tuple[int, ...]] = {}
     missing: list[str] = []
-    for name, shape in iter_tensor_shapes(spec):
-        if name in tensors:
-            expected[name] = shape
+    for tensor in iter_tensors(spec):
+        entry = tensors.get(tensor.name)
+        if entry is not None:
+            expected[tensor.name] = tensor.family.matrix if entry.parts else tensor.family.shape
         else:
-            missing.append(name)
-        if len(missing) > _MISSING_LISTED:
+            missing.append(tensor.name)
+        if len(missing) > MISSING_LISTED:
             break
     if missing:
         raise ModelError(f"{path}: tensors are missing: {_some(missing)}; fetch the complete checkpoint")

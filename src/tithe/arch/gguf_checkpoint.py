@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from tithe.arch.architectures import Architecture
 from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry
 from tithe.arch.files import quote
-from tithe.arch.formats import TensorFormat
+from tithe.arch.formats import StoredFormat, TensorFormat
 from tithe.arch.gguf_file import GgufArray, GgufFile, GgufTensor, read_gguf
 from tithe.arch.names import EXPERT_SLOT, ROPE_FACTORS, canonical_name
-from tithe.arch.spec import Architecture, rope_parameters
+from tithe.arch.rope import rope_parameters
 from tithe.errors import ModelError
 
 _ARCHITECTURES: Final[dict[str, Architecture]] = {
@@ -200,7 +201,7 @@ def _entry(gguf: GgufFile, tensor: GgufTensor, name: str, config: Mapping[str, A
         heads = config.get(key, config.get("num_attention_heads", 0)) if key else 0
         if heads and (type(heads) is not int or heads < 0 or tensor.shape[0] % (2 * heads)):
             raise ModelError(f"{gguf.file.path}: {name} has {tensor.shape[0]} rows, which {heads} heads do not divide")
-    return TensorEntry(name, tensor.shape, tensor.format, tensor.n_bytes, gguf.file, tensor.offset, heads)
+    return TensorEntry(name, tensor.shape, StoredFormat(tensor.format), tensor.n_bytes, gguf.file, tensor.offset, heads)
 
 
 def _split_experts(gguf: GgufFile, tensor: GgufTensor, name: str, n_experts: object) -> dict[str, TensorEntry]:
@@ -214,7 +215,7 @@ def _split_experts(gguf: GgufFile, tensor: GgufTensor, name: str, n_experts: obj
     size = tensor.n_bytes // count
     names = [name.replace(EXPERT_SLOT, str(expert)) for expert in range(count)]
     return {
-        one: TensorEntry(one, tuple(shape), tensor.format, size, gguf.file, tensor.offset + expert * size)
+        one: TensorEntry(one, tuple(shape), StoredFormat(tensor.format), size, gguf.file, tensor.offset + expert * size)
         for expert, one in enumerate(names)
     }
 

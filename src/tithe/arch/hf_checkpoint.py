@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry
+from tithe.arch.checkpoint import Checkpoint, GenerationInfo
+from tithe.arch.compound import make_entries
 from tithe.arch.files import MAX_JSON_BYTES, quote, read_json
+from tithe.arch.quantization import read_quantization
+from tithe.arch.rope import rope_parameters
 from tithe.arch.safetensors_file import SafetensorsTensor, read_safetensors
-from tithe.arch.spec import ArchSpec, rope_parameters
+from tithe.arch.spec import ArchSpec
 from tithe.errors import ModelError
 
 PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
@@ -17,39 +20,43 @@ PICKLE_MESSAGE: Final = (
     "it is a pickle, which can run any code when it is loaded, and is refused; use the model's safetensors files "
     "(many repositories offer both, or convert it in a sandbox with safetensors' convert.py)"
 )
+ConfigCheck = Callable[[Mapping[str, Any]], None]
+"""Raises `ModelError` for a config that the caller cannot use; asked before tensors are looked at."""
+
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _BUFFERS: Final = (".rotary_emb.inv_freq",)
 """Constants that old checkpoints saved beside the weights; they are computed from the config."""
 
 
-def read_hf_checkpoint(directory: Path) -> Checkpoint:
-    """Read a directory. Raises `ModelError`; touches no tensor byte."""
+def read_hf_checkpoint(directory: Path, check: ConfigCheck) -> Checkpoint:
+    """Read a directory whose config passes `check`. Raises `ModelError`; touches no tensor byte."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
     config = read_json(directory / "config.json")
-    files = _find_tensors(directory)
-    tensors = {
-        name: TensorEntry(name, tensor.shape, tensor.format(), tensor.n_bytes, tensor.file, tensor.offset)
-        for name, tensor in files.items()
-        if not name.endswith(_BUFFERS)
-    }
-    return Checkpoint(directory, _resolve(config, tensors), tensors, _generation(directory, config))
+    files = {name: tensor for name, tensor in _find_tensors(directory).items() if not name.endswith(_BUFFERS)}
+    resolved = _resolve(config, files, check)
+    entries = make_entries(files, ArchSpec.from_config(resolved), read_quantization(resolved))
+    return Checkpoint(directory, resolved, entries, _generation(directory, config))
 
 
-def _resolve(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+def _resolve(config: Mapping[str, Any], files: Mapping[str, SafetensorsTensor], check: ConfigCheck) -> dict[str, Any]:
     """The config with every value that has a default written out, so that all readers agree."""
-    embedding = tensors.get("model.embed_tokens.weight")
-    rows = {"vocab_size": embedding.shape[0]} if embedding and embedding.shape else {}
-    spec = ArchSpec.from_config({**config, **rows})
+    embedding = files.get("model.embed_tokens.weight")
+    config = {**config, **({"vocab_size": embedding.shape[0]} if embedding and embedding.shape else {})}
+    check(config)
+    spec = ArchSpec.from_config(config)
     resolved = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
-    return resolved | {
-        "num_key_value_heads": spec.n_kv_heads,
-        "head_dim": spec.head_dim,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "rope_parameters": rope_parameters(config),
-    }
+    heads = {} if spec.latent else {"num_key_value_heads": spec.n_kv_heads, "head_dim": spec.head_dim}
+    return (
+        resolved
+        | heads
+        | {
+            "rms_norm_eps": spec.rms_norm_eps,
+            "tie_word_embeddings": spec.tie_word_embeddings,
+            "rope_parameters": rope_parameters(config),
+        }
+    )
 
 
 def _find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:

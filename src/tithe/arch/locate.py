@@ -5,25 +5,35 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from tithe.arch.buildable import check_buildable
 from tithe.arch.checkpoint import Checkpoint
 from tithe.arch.gguf_checkpoint import read_gguf_checkpoint
-from tithe.arch.hf_checkpoint import PICKLE_MESSAGE, PICKLE_SUFFIXES, read_hf_checkpoint
+from tithe.arch.hf_checkpoint import PICKLE_MESSAGE, PICKLE_SUFFIXES, ConfigCheck, read_hf_checkpoint
 from tithe.errors import ModelError
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a GGUF file or a Hugging Face directory; no tensor byte is loaded.
+    """Read a GGUF file or a Hugging Face directory that a run can load; no tensor byte is loaded.
 
     Raises `ModelError` for a missing, truncated, damaged, unsafe or unsupported checkpoint, with the remedy.
     """
-    path = Path(path).expanduser()
+    return _read(Path(path).expanduser(), check_buildable)
+
+
+def describe_checkpoint(path: str | Path) -> Checkpoint:
+    """As `read_checkpoint`, also for architectures and formats that are described and not run yet."""
+    return _read(Path(path).expanduser(), lambda _config: None)
+
+
+def _read(path: Path, check: ConfigCheck) -> Checkpoint:
     try:
-        return read_hf_checkpoint(path) if path.is_dir() else _read_file(path)
+        return read_hf_checkpoint(path, check) if path.is_dir() else _read_file(path)
     except OSError as error:
         raise ModelError(f"model.path: cannot read {path}: {error.strerror}") from error
 
 
 def _read_file(path: Path) -> Checkpoint:
+    """One file; what a GGUF file can say is always buildable."""
     if not path.exists():
         raise ModelError(f"model.path: {path} does not exist; give a local GGUF file or Hugging Face directory")
     if path.suffix in PICKLE_SUFFIXES:

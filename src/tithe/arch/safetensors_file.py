@@ -7,14 +7,19 @@ Own parser because BF16 has no numpy dtype and the raw bytes are what is wanted.
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tithe.arch.files import MappedFile, parse_json, quote
 from tithe.arch.formats import SAFETENSORS_FORMATS, SUPPORTED_FORMATS, TensorFormat
+from tithe.arch.layouts import DTYPE_BYTES
 from tithe.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MAX_HEADER_BYTES: Final = 100 * 10**6
 """The limit of the reference implementation."""
@@ -31,13 +36,23 @@ class SafetensorsTensor:
     offset: int
     n_bytes: int
 
+    def view(self, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """uint8 [end - begin, bytes per entry]: entries of the first dimension, a view into the memory map."""
+        entries = self.shape[0] if self.shape else 1
+        end = entries if end is None else end
+        if not 0 <= begin <= end <= entries:
+            raise ValueError(f"{self.name} has {entries} entries; {begin} to {end} is no part of them")
+        size = self.n_bytes // entries if entries else 0
+        return self.file.view(self.offset + begin * size, (end - begin) * size).reshape(end - begin, size)
+
     def format(self) -> TensorFormat:
         """The format, or `ModelError` naming a dtype that Tithe does not read."""
         found = SAFETENSORS_FORMATS.get(self.dtype)
         if found is None:
             raise ModelError(
                 f"{self.file.path}: tensor {quote(self.name)} has dtype {quote(self.dtype)}, which Tithe does not "
-                f"read; supported in safetensors: {', '.join(SAFETENSORS_FORMATS)} (in GGUF: {SUPPORTED_FORMATS})"
+                f"read as numbers; supported in safetensors: {', '.join(SAFETENSORS_FORMATS)} "
+                f"(in GGUF: {SUPPORTED_FORMATS})"
             )
         return found
 
@@ -77,7 +92,8 @@ def _read_entry(file: MappedFile, name: str, value: Any, data_start: int) -> Saf
         raise ModelError(
             f"{what} ends at byte {data_start + end} but the file has {file.size}: it is truncated; fetch it again"
         )
-    known = SAFETENSORS_FORMATS.get(dtype)
-    if known and known.n_bytes(shape) != end - begin:
-        raise ModelError(f"{what} of shape {shape} needs {known.n_bytes(shape)} bytes but its entry has {end - begin}")
+    size = DTYPE_BYTES.get(dtype)
+    if size is not None and math.prod(shape) * size != end - begin:
+        needed = math.prod(shape) * size
+        raise ModelError(f"{what} of shape {shape} needs {needed} bytes but its entry has {end - begin}")
     return SafetensorsTensor(name, shape, dtype, file, data_start + begin, end - begin)

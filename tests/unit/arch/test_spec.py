@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 import tithe.arch
 from support.checkpoints import tiny_config
-from tithe.arch import ArchSpec, TensorFormat, grouped_bytes, kv_bytes_per_token, linear_shapes, tensor_shapes
+from tithe.arch import (
+    ArchSpec,
+    TensorFormat,
+    check_buildable,
+    grouped_bytes,
+    kv_bytes_per_token,
+    linear_shapes,
+    tensor_shapes,
+)
 from tithe.arch.formats import GGML_FORMATS
 from tithe.errors import ModelError
 
@@ -116,14 +124,13 @@ def test_head_dim_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "supported: llama, qwen2, qwen3, qwen3_moe"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*model.quantize"),
+        ({"model_type": "mamba"}, "supported: llama, mistral, qwen2, qwen3, qwen3_moe; described, not run: mixtral"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*each of the 28 layers"),
+        ({"layer_types": ["linear_attention"] * 28}, "layer_types"),
+        ({"hidden_act": 1}, "hidden_act"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*supported: default, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"num_attention_heads": 5}, "head_dim|multiple"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
@@ -140,13 +147,46 @@ def test_unusable_configs_name_the_key(changes: dict[str, Any], message: str) ->
         spec_of(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, "'mixtral'.*tithe inspect"),
+        ({"use_sliding_window": True, "max_window_layers": 20}, "use_sliding_window: 8 of 28 layers see 4096 tokens"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 14}, "layer_types: 14 of 28"),
+        ({"model_type": "mistral"}, "sliding_window: 28 of 28 layers see 4096 tokens.*to null"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*model.quantize"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 64 of 128 dimensions"),
+    ],
+)
+def test_what_is_described_and_not_run_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    spec_of(**changes)
+    with pytest.raises(ModelError, match=message):
+        check_buildable(CONFIG | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_sliding_window": True},  # transformers' windows begin at layer 28, and there are 28
+        {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
+        {"model_type": "mistral", "sliding_window": None},
+        {"partial_rotary_factor": 1.0},
+    ],
+)
+def test_what_a_run_can_load_has_no_obstacle(changes: dict[str, Any]) -> None:
+    check_buildable(CONFIG | changes)
+    assert not spec_of(**changes).window.layers
+
+
 _ODD = st.sampled_from([None, "x", -1, 0, True, [], [[]], {}, {"a": []}, 1e300, 2**70, float("nan")])
 
 
 @given(st.sampled_from([*CONFIG, "layer_types", "rope_scaling", "rope_parameters", "quantization_config"]), _ODD)
 def test_no_config_value_escapes_as_another_error(key: str, value: Any) -> None:
     with contextlib.suppress(ModelError):
-        spec_of(**{key: value})
+        check_buildable(CONFIG | {key: value})
 
 
 def test_planning_needs_neither_numpy_nor_torch() -> None:

@@ -1,0 +1,50 @@
+"""The architectures that Tithe describes, and which of them it builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+from tithe.arch.files import quote
+from tithe.errors import ModelError
+
+Architecture = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+]
+ARCHITECTURES: Final[tuple[Architecture, ...]] = get_args(Architecture)
+"""Described: tensor names, shapes, formats and bytes are known (`tithe inspect`)."""
+
+BUILDABLE: Final[tuple[Architecture, ...]] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Computed by `tithe.models`; see `check_buildable` for what else a config must not ask for."""
+
+_ALIASES: Final[Mapping[str, Architecture]] = {"kimi_k2": "deepseek_v3"}
+"""Model types that are another's architecture under their own name."""
+
+
+def check_architecture(model_type: object) -> Architecture:
+    """The architecture with this `model_type`, or `ModelError` naming those that are known."""
+    for architecture in ARCHITECTURES:
+        if model_type == architecture:
+            return architecture
+    if isinstance(model_type, str) and model_type in _ALIASES:
+        return _ALIASES[model_type]
+    raise ModelError(
+        f"config: model_type is {quote(str(model_type))}, which Tithe does not know; "
+        f"supported: {', '.join(BUILDABLE)}; described, not run: "
+        f"{', '.join([*(name for name in ARCHITECTURES if name not in BUILDABLE), *_ALIASES])}. "
+        f"Choose a model of one of these types"
+    )
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """`check_architecture` of a config's `model_type`."""
+    return check_architecture(config.get("model_type"))
