@@ -65,6 +65,13 @@ class TensorEntry:
         order = self.row_order()
         return rows if order is None else rows[order]
 
+    def read_parts(self, expert: int | None = None) -> dict[str, np.ndarray]:
+        """Of a compound format: uint8 arrays of the parts' shapes, last dimension in bytes, by suffix; views.
+
+        `expert` picks one of a stack: the leading dimension goes, and no byte of the others is touched.
+        """
+        return {suffix: part.array(expert) for suffix, part in self.parts.items()}
+
     def read_file_order(self) -> np.ndarray:
         """As `read`, always a view, with the rows as the file has them."""
         if self.parts:

@@ -49,6 +49,14 @@ class MappedFile:
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot map {self.path}: {error}") from error
 
+    def head(self, n_bytes: int) -> bytes:
+        """The first bytes, read without mapping the file: headers can be looked at where the weights would not fit."""
+        try:
+            with self.path.open("rb") as file:
+                return file.read(n_bytes)
+        except OSError as error:
+            raise ModelError(f"cannot read {self.path}: {error.strerror}") from error
+
     def bytes_view(self, offset: int, n_bytes: int) -> memoryview:
         """The bytes of one range, no copy and no numpy."""
         return memoryview(self.buffer)[offset : offset + n_bytes]

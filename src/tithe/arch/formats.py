@@ -154,6 +154,8 @@ class StoredFormat:
     """Weights along the input that share a scale (FP8_BLOCK: side of the square); `None`: the format's usual number."""
     act_order: bool = False
     """GPTQ only: inputs were sorted by importance, so that every input's group number (`g_idx`) has to be kept."""
+    gptq_v2: bool = False
+    """GPTQ only: zero points are stored as they are, not less one."""
 
     def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
         """The tensors that hold a weight of this logical shape; empty when the format is not compound.

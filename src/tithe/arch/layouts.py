@@ -72,7 +72,7 @@ def int4_packed(shape: Sequence[int], group: int = 32) -> tuple[Part, ...]:
     return (
         Part(".weight_packed", "I32", (*lead, words), PartRole.CODES),
         Part(".weight_scale", "BF16", (*lead, groups), PartRole.SCALE),
-        Part(".weight_shape", "I32", (2,), PartRole.NOTE),
+        Part(".weight_shape", "I64", (2,), PartRole.NOTE),
     )
 
 

@@ -141,8 +141,17 @@ def _modelopt(read: ConfigReader) -> Quantization:
 def _gptq(read: ConfigReader) -> Quantization:
     if read.config.get("dynamic"):
         raise ModelError("config: quantization_config dynamic: GPTQ with formats that differ by module is not read")
-    group, act_order = _four_bit_group(read), read.flag("desc_act")
-    rule = Rule(StoredFormat(TensorFormat.GPTQ, group, act_order=act_order))
+    layout = read.text("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise ModelError(f"config: quantization_config checkpoint_format is {quote(layout)}; known: gptq, gptq_v2")
+    rule = Rule(
+        StoredFormat(
+            TensorFormat.GPTQ,
+            _four_bit_group(read),
+            act_order=read.flag("desc_act"),
+            gptq_v2=layout == "gptq_v2",
+        )
+    )
     return Quantization("gptq", (rule,), _not_converted(read, Dialect.TRANSFORMERS, _HEAD))
 
 

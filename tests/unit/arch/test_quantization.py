@@ -83,6 +83,10 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"
     ("method", "expected"),
     [
         (GPTQ, StoredFormat(TensorFormat.GPTQ, 64, act_order=True)),
+        (
+            GPTQ | {"desc_act": False, "checkpoint_format": "gptq_v2"},
+            StoredFormat(TensorFormat.GPTQ, 64, gptq_v2=True),
+        ),
         (AWQ, StoredFormat(TensorFormat.AWQ)),
         (NVFP4, StoredFormat(TensorFormat.NVFP4)),
     ],
@@ -91,7 +95,7 @@ def test_other_methods_pack_the_linears_of_the_layers(method: dict[str, Any], ex
     formats = formats_of(known_config("llama-3.1-8b") | {"num_hidden_layers": 1, "quantization_config": method})
     layer = "model.layers.0."
     assert formats[f"{layer}mlp.down_proj.weight"] == expected
-    assert formats[f"{layer}self_attn.v_proj.weight"].kind.is_compound == (method is GPTQ)
+    assert formats[f"{layer}self_attn.v_proj.weight"].kind.is_compound == (method is not NVFP4 and method is not AWQ)
     assert formats[f"{layer}self_attn.q_proj.weight"].kind.is_compound == (method is not NVFP4)
     for name in ("lm_head.weight", "model.embed_tokens.weight", f"{layer}input_layernorm.weight"):
         assert formats[name] == StoredFormat(TensorFormat.BF16)
@@ -120,6 +124,7 @@ def test_targets_and_group_size_of_compressed_tensors() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["("]}, r"'\('.*pattern"),
         (GPTQ | {"bits": 8}, "bits is 8"),
         (GPTQ | {"group_size": -1}, "group_size is '-1'"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "'marlin'; known: gptq, gptq_v2"),
         (GPTQ | {"dynamic": {"-:.*gate": {}}}, "dynamic"),
         (AWQ | {"version": "gemv"}, "'gemv'"),
         (AWQ | {"zero_point": False}, "zero points"),
