@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import tithe
 from support.checkpoints import build_gguf, build_hf
-from tithe.arch import base_bytes, find_demo_model, known_config, known_names, read_checkpoint
+from tithe.arch import BASES, base_bytes, find_demo_model, known_config, known_names, read_checkpoint
 from tithe.arch.inspection import inspect
 from tithe.cli.main import main
 from tithe.errors import UserError
@@ -133,6 +133,13 @@ def test_bad_input_is_one_message_and_exit_code_two(
     assert main(["inspect", *arguments, "--json"]) == 2
     (line,) = capfd.readouterr().out.splitlines()
     assert message in json.loads(line)["error"]
+
+
+def test_help_names_every_base(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["inspect", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(base in shown for base in BASES)
 
 
 def test_every_known_model_is_inspected_by_any_spelling() -> None:
