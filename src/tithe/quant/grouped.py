@@ -71,7 +71,7 @@ class GroupTable:
     def of_rows(cls, tall: PackedMatrix, groups: int) -> GroupTable:
         """Dense matrices one below the other in one of [groups·N, K]: small ones then share panels."""
         rows = tall.rows // groups
-        if rows * groups != tall.rows or tall.scale is not None:
+        if rows * groups != tall.rows or not tall.kind.is_dense:
             raise ValueError(f"{tall.rows} rows of {tall.name} are no {groups} dense matrices of one height")
         begin = np.arange(groups, dtype=np.int64) * rows
         addresses = np.zeros((groups, 5), np.int64)
@@ -84,6 +84,17 @@ class GroupTable:
     def repeated(cls, matrix: PackedMatrix, groups: int) -> GroupTable:
         """One matrix that all groups share."""
         return cls([matrix], np.array([[*matrix.source(), 0]] * groups, np.int64), matrix.rows, matrix.panels)
+
+    def part(self, start: int, stop: int) -> GroupTable:
+        """Rows start..stop of every group's matrix, which must be dense; `ValueError` for rows it has not."""
+        if not 0 <= start < stop <= self.rows or not all(m.kind.is_dense for m in self.matrices):
+            raise ValueError(f"rows {start}..{stop} cannot be taken of {self.rows}, dense matrices only")
+        matrix, addresses = self.matrices[0], self.addresses.copy()
+        first = addresses[:, 4] + start
+        addresses[:, 1] += first // PANEL * (matrix.columns * PANEL * matrix.data.element_size())
+        addresses[:, 4] = first % PANEL
+        rows = stop - start
+        return GroupTable(self.matrices, addresses, rows, int((-(-(addresses[:, 4] + rows) // PANEL)).max()))
 
     def __len__(self) -> int:
         """Number of groups E."""
@@ -105,6 +116,13 @@ class Groups:
         self.begin, self.end, self.start = (np.zeros(groups, np.int64) for _ in range(3))
         self.active = np.zeros(groups, np.int32)
         self.count = np.zeros(1, np.int64)
+
+    @classmethod
+    def whole(cls, rows: int) -> Groups:
+        """One group of all rows."""
+        groups = cls(1)
+        groups.set(np.zeros(1, np.int64), np.full(1, rows, np.int64))
+        return groups
 
     def set(self, begin: np.ndarray, end: np.ndarray) -> None:
         """Take ranges from Python: ascending, disjoint, int64 [E]."""

@@ -24,6 +24,7 @@ from tithe.quant.grouped import (
     turned_columns,
 )
 from tithe.quant.reference import quantize_int4, quantize_int8
+from unit.quant.published import FORMATS, publish
 
 E, N, K = 5, 100, 96
 COUNTS = {
@@ -188,6 +189,36 @@ def test_rows_of_no_group_are_left_alone() -> None:
     assert (out[[r for r in range(16) if r not in mine]] == 7.0).all()
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=needs_dot), torch.float32])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_published_format(name: str, dtype: torch.dtype) -> None:
+    """A width of 512 holds the groups of all formats; 200 rows end within a panel and within a block of 128."""
+    each = [publish(name, 200, 512, seed=e).pack(rounded=True) for e in range(3)]
+    groups, table, place = grouped((9, 0, 2)), GroupTable.of_bank(stack(each)), scratch()
+    x, dy = operand(11, 512, dtype), operand(11, 200, dtype)
+    y, dx = torch.empty(11, 200), torch.empty(11, 512)
+    product(table, x, y, groups, place).run()
+    transposed_product(table, dy, dx, groups, place).run()
+    for e, r in own_rows(groups):
+        buffer = torch.empty(each[e].transposed_numel, dtype=dtype)
+        assert torch.equal(y[r], each[e].matmul(x[r : r + 1])[0])
+        assert torch.equal(dx[r], each[e].transposed(buffer).matmul(dy[r : r + 1])[0])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 6), (6, 14), (14, 60), (50, 110)])
+def test_a_part_of_the_rows_is_a_table_of_its_own(start: int, stop: int) -> None:
+    each = [torch.randn(110, K, generator=torch.Generator().manual_seed(e)) for e in range(E)]
+    whole = GroupTable.of_rows(pack_dense(torch.cat(each), rounded=False), E)
+    groups, x = grouped((3, 0, 17, 1, 8)), operand(29, K, torch.float32)
+    out, dx, dy = torch.empty(29, stop - start), torch.empty(29, K), operand(29, stop - start, torch.float32)
+    product(whole.part(start, stop), x, out, groups, scratch()).run()
+    transposed_product(whole.part(start, stop), dy, dx, groups, scratch()).run()
+    for e, r in own_rows(groups):
+        alone = pack_dense(each[e][start:stop], rounded=False)
+        assert torch.equal(out[r], alone.matmul(x[r : r + 1])[0])
+        assert torch.equal(dx[r], alone.transposed(torch.empty(alone.transposed_numel)).matmul(dy[r : r + 1])[0])
+
+
 # ------------------------------------------------------------------ weight gradients
 
 
@@ -208,6 +239,14 @@ def test_weight_gradients_are_sums_over_each_groups_rows(counts: Sequence[int], 
         rows = slice(groups.begin[e], groups.end[e])
         expected = before[e] + 0.5 * scaled[rows].T @ x[rows].double()
         torch.testing.assert_close(out[e].double(), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_one_group_of_all_rows_sums_them_all() -> None:
+    a, x = operand(300, 4, torch.float32, 2), operand(300, 10, torch.float32, 3)
+    groups, out, turned = Groups.whole(300), torch.zeros(1, 4, 10), torch.empty(4, turned_columns(300, 1))
+    turn(a, turned, groups).run()
+    outer(turned, x, out, groups, scratch()).run()
+    torch.testing.assert_close(out[0].double(), a.T.double() @ x.double(), rtol=1e-5, atol=2e-5)
 
 
 # ------------------------------------------------------------------ threads, refusals
@@ -253,5 +292,9 @@ def test_what_would_be_read_wrongly_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="one shape"):
         GroupTable.of_matrices([matrix("fp32", 0), matrix("fp32", 0, 50)])
+    with pytest.raises(ValueError, match="cannot be taken"):
+        table.part(90, N + 2)
+    with pytest.raises(ValueError, match="cannot be taken"):
+        GroupTable.of_matrices(matrices("int4")).part(0, 4)
     with pytest.raises(ValueError, match="one height"):
         GroupTable.of_rows(matrix("fp32", 0, 7), 2)
