@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tithe.arch.checkpoint import Checkpoint
 from tithe.arch.formats import StoredFormat, TensorFormat
 from tithe.arch.quantization import read_quantization
 from tithe.arch.spec import ArchSpec
@@ -71,8 +72,8 @@ def make_base(name: str, config: Mapping[str, Any]) -> Base:
         return published_base(config)
     if name not in _NAMED:
         near = difflib.get_close_matches(name.lower(), BASES, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--base {name}: no such format{hint} Known: {', '.join(BASES)}", key="base")
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--base {name}: there is no such format.{hint} Known: {', '.join(BASES)}", key="base")
     kind, takes_all = _NAMED[name]
     is_moe = ArchSpec.from_config(config).is_moe
 
@@ -102,3 +103,8 @@ def published_base(config: Mapping[str, Any]) -> Base:
         return stored if stored.kind.is_compound else plain_format(tensor.family)
 
     return Base(PUBLISHED, format_of, Grain.DIGITS if quantization.is_number_blind else Grain.TENSOR)
+
+
+def checkpoint_base(checkpoint: Checkpoint) -> Base:
+    """As a checkpoint's files have it, tensor by tensor."""
+    return Base(PUBLISHED, lambda tensor: checkpoint.tensors[tensor.name].stored, Grain.TENSOR)

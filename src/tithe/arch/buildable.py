@@ -19,8 +19,8 @@ def build_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
     spec = ArchSpec.from_config(config)
     if spec.architecture not in BUILDABLE:
         yield (
-            f"model_type is {quote(str(config.get('model_type')))}, which `tithe inspect` describes but no run can "
-            f"load yet; supported: {', '.join(BUILDABLE)}. Choose a model of one of these types"
+            f"model_type is {quote(str(config.get('model_type')))}, which `tithe inspect` describes and no run loads "
+            f"yet; supported: {', '.join(BUILDABLE)}. Choose a model of one of these types"
         )
     if spec.window.layers:
         key = "sliding_window"

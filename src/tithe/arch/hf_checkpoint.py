@@ -29,6 +29,12 @@ _BUFFERS: Final = (".rotary_emb.inv_freq",)
 """Constants that old checkpoints saved beside the weights; they are computed from the config."""
 
 
+def has_weights(directory: Path) -> bool:
+    """True when a directory has weights, of whatever kind, beside its config."""
+    kinds = {".safetensors", *PICKLE_SUFFIXES}
+    return (directory / _INDEX).is_file() or any(entry.suffix in kinds for entry in directory.iterdir())
+
+
 def read_hf_checkpoint(directory: Path, check: ConfigCheck) -> Checkpoint:
     """Read a directory whose config passes `check`. Raises `ModelError`; touches no tensor byte."""
     if not (directory / "config.json").is_file():

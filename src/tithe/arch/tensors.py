@@ -36,9 +36,9 @@ class TensorGroup(enum.StrEnum):
     EMBEDDING = "embedding"
     HEAD = "head"
     ATTENTION = "attention"
-    DENSE_MLP = "dense mlp"
-    SHARED_EXPERT = "shared expert"
-    ROUTED_EXPERTS = "routed experts"
+    DENSE_MLP = "dense_mlp"
+    SHARED_EXPERT = "shared_expert"
+    ROUTED_EXPERTS = "routed_experts"
     ROUTER = "router"
     NORMS = "norms"
 

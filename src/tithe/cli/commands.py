@@ -1,4 +1,4 @@
-"""One thin handler per command: read the configuration, warn, call one function of `tithe.build`.
+"""One thin handler per command: read the configuration, warn, call one function of `tithe.build` (or of `tithe.arch`).
 
     command   call                                         arguments
     ───────   ──────────────────────────────────────────   ───────────────────────────────────────────────────────
@@ -9,6 +9,7 @@
     sample    build.sample(run_dir, prompt, overrides)     Path, text, list of texts
     parity    build.parity(cfg_or_run_dir)                 RunConfig of a run file, or Path of a run directory
     report    build.report(run_dir)                        Path
+    inspect   arch.inspect(target, base, n_ranks)          text, text, int; free of torch
     demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
 
 Each returns a `dict[str, object]` of JSON's types, paths and numpy scalars. `"text"` in it, when present, is what
@@ -119,6 +120,13 @@ def report(args: argparse.Namespace) -> Result:
     return build_report(Path(args.run_dir))
 
 
+def inspect(args: argparse.Namespace) -> Result:
+    """`tithe inspect MODEL --base FORMAT --ranks N`."""
+    from tithe.arch.inspection import inspect as inspect_model
+
+    return inspect_model(args.target, args.base, args.ranks)
+
+
 def demo(args: argparse.Namespace) -> Result:
     """`tithe demo key=value …`."""
     from tithe.config import choose_run_dir, demo_config
@@ -140,6 +148,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "sample": sample,
     "parity": parity,
     "report": report,
+    "inspect": inspect,
     "demo": demo,
 }
 

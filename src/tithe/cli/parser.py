@@ -75,6 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     parity.add_argument("target", metavar="RUN.yaml|RUN_DIR", help="run file, or directory of a run")
     report = add("report", "write report.html of a run", dry_run=False)
     report.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    inspect = add("inspect", "show what a model's base weighs, by tensor group and by rank", dry_run=False)
+    inspect.add_argument("target", metavar="MODEL", help="config.json, checkpoint directory, GGUF file, or known name")
+    inspect.add_argument(
+        "--base", default="published", metavar="FORMAT", help="published (default), bf16, fp8, int4, …"
+    )
+    inspect.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks that share the experts (default 1)")
     demo = add("demo", "train a real 4-bit model on a task that a program can check, in minutes")
     for command in (train, check, resume, evaluate, sample, parity, demo):
         overrides(command)

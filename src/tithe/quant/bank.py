@@ -57,7 +57,7 @@ class PackedBank:
         mine, theirs = place.parts(), matrix.parts()
         if not same or mine.keys() != theirs.keys() or any(mine[n].shape != theirs[n].shape for n in mine):
             raise ValueError(
-                f"expert {e} is {matrix.name} {matrix.rows}×{matrix.columns}, the bank {self.name} "
+                f"expert {e} is {matrix.kind.name} {matrix.rows}×{matrix.columns}, the bank {self.stacked.kind.name} "
                 f"{self.rows}×{self.columns} (rounded: {matrix.rounded}, {self.rounded})"
             )
         for name, part in mine.items():
@@ -65,7 +65,7 @@ class PackedBank:
 
     @property
     def name(self) -> str:
-        """Storage kind of every expert."""
+        """What the elements are, as `PackedMatrix.name`."""
         return self.stacked.name
 
     @property

@@ -10,13 +10,26 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.quant.codes import BF16, INT4, load_group, pair_bytes, round_bf16, weights_of_pair
+from tithe.quant.codes import (
+    BF16,
+    E2M1,
+    E4M3,
+    S4,
+    S8,
+    U4,
+    data_bytes,
+    element_of,
+    groups_of,
+    load_group,
+    pairs_of_group,
+    round_bf16,
+    weights_of_pair,
+)
 from tithe.quant.runtime import (
     HAS_BF16_DOT,
     bits_to_f32,
     f32_to_bf16,
     f32p,
-    i8p,
     kernel,
     next_slot,
     next_task,
@@ -25,65 +38,102 @@ from tithe.quant.runtime import (
     u16p,
     u32p,
 )
-from tithe.quant.tile import expand_bytes, expand_nibbles
 from tithe.quant.turn_tile import turn_pairs
+from tithe.quant.widen_tile import widen_e2m1, widen_e4m3, widen_s4, widen_s6, widen_s8, widen_u4
 
 
-def _pairs_by_instruction(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, out: Any) -> None:
-    """Panel number `panel` of an INT4 or INT8 matrix as bf16 pairs [K/2][48]."""
+@njit
+def _widen(element: Any, source: Any, d: Any, m: Any, pairs: Any, out: Any) -> None:
+    """One group of a panel as bf16 pairs [pairs][48]."""
+    if element == U4:
+        widen_u4(u8p(source), d, m, pairs, u32p(out))
+    elif element == S4:
+        widen_s4(u8p(source), d, m, pairs, u32p(out))
+    elif element == E2M1:
+        widen_e2m1(u8p(source), d, m, pairs, u32p(out))
+    elif element == S8:
+        widen_s8(u8p(source), d, m, pairs, u32p(out))
+    elif element == E4M3:
+        widen_e4m3(u8p(source), d, m, pairs, u32p(out))
+    else:
+        widen_s6(u8p(source), d, m, pairs, u32p(out))
+
+
+def _pairs_by_instruction(
+    data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, out: Any
+) -> None:
+    """k-pairs [first, first + count) of a quantized panel as bf16 pairs [count][48]; six bits: both even."""
     d = stack_f32(96)
     m = stack_f32(96)
-    for g in range(steps // 16):
-        load_group(scale, zero, kind, panel, steps // 16, g, d, m)
-        for p in range(g * 16, g * 16 + 16):
-            source = data + (panel * steps + p) * pair_bytes(kind)
-            if kind == INT4:
-                expand_nibbles(u8p(source), d, m, u32p(out + p * 192))
-            else:
-                expand_bytes(i8p(source), d, m, u32p(out + p * 192))
+    element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
+    base = data + panel * data_bytes(kind, steps)
+    for g in range(first // pairs, (first + count + pairs - 1) // pairs):
+        load_group(scale, zero, kind, panel, groups, g, d, m)
+        p, end = max(first, g * pairs), min(first + count, g * pairs + pairs)
+        _widen(element, base + data_bytes(kind, p), d, m, end - p, out + (p - first) * 192)
 
 
-def _pairs_by_rounding(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, out: Any) -> None:
+def _pairs_by_rounding(
+    data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, out: Any
+) -> None:
     """The same without the narrowing instruction."""
     d = stack_f32(96)
     m = stack_f32(96)
     w = stack_f32(96)
-    for g in range(steps // 16):
-        load_group(scale, zero, kind, panel, steps // 16, g, d, m)
-        for p in range(g * 16, g * 16 + 16):
-            weights_of_pair(kind, data + (panel * steps + p) * pair_bytes(kind), d, m, w)
-            o = u32p(out + p * 192)
+    element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
+    base = data + panel * data_bytes(kind, steps)
+    for g in range(first // pairs, (first + count + pairs - 1) // pairs):
+        load_group(scale, zero, kind, panel, groups, g, d, m)
+        for p in range(max(first, g * pairs), min(first + count, g * pairs + pairs)):
+            weights_of_pair(element, base, p, d, m, w)
+            o = u32p(out + (p - first) * 192)
             for n in range(48):
                 low, high = np.uint32(f32_to_bf16(w[2 * n])), np.uint32(f32_to_bf16(w[2 * n + 1]))
                 o[n] = low | (high << np.uint32(16))
 
 
-expand_pairs = njit(_pairs_by_instruction if HAS_BF16_DOT else _pairs_by_rounding)
+expand_some_pairs = njit(_pairs_by_instruction if HAS_BF16_DOT else _pairs_by_rounding, error_model="numpy")
 
 
-@njit
-def expand_f32(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, rounded: Any, out: Any) -> None:
-    """Panel number `panel` of any matrix as float32 [K][48]; `rounded` keeps W̃ at bf16 values."""
+@njit(inline="always")
+def expand_pairs(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, out: Any) -> None:
+    """Panel number `panel` of a quantized matrix as bf16 pairs [K/2][48]."""
+    expand_some_pairs(data, scale, zero, kind, panel, steps, 0, steps, out)
+
+
+@njit(error_model="numpy")
+def expand_some_f32(
+    data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, rounded: Any, out: Any
+) -> None:
+    """k-pairs [first, first + count) of any panel but FP32's as float32 [2·count][48]; `rounded`: bf16 values."""
     o = f32p(out)
-    groups = steps // 16
+    base = data + panel * data_bytes(kind, steps)
     if kind == BF16:
-        pairs = u32p(data + panel * steps * 192)
-        for p in range(steps):
+        q = u32p(base + first * 192)
+        for p in range(count):
             for n in range(48):
-                bits = pairs[p * 48 + n]
+                bits = q[p * 48 + n]
                 o[2 * p * 48 + n] = bits_to_f32(bits << np.uint32(16))
                 o[(2 * p + 1) * 48 + n] = bits_to_f32(bits & np.uint32(0xFFFF0000))
         return
     d = stack_f32(96)
     m = stack_f32(96)
     w = stack_f32(96)
-    for g in range(groups):
+    element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
+    for g in range(first // pairs, (first + count + pairs - 1) // pairs):
         load_group(scale, zero, kind, panel, groups, g, d, m)
-        for p in range(g * 16, g * 16 + 16):
-            weights_of_pair(kind, data + (panel * steps + p) * pair_bytes(kind), d, m, w)
+        for p in range(max(first, g * pairs), min(first + count, g * pairs + pairs)):
+            weights_of_pair(element, base, p, d, m, w)
+            even = 2 * (p - first) * 48
             for n in range(48):
-                o[2 * p * 48 + n] = round_bf16(w[2 * n]) if rounded else w[2 * n]
-                o[(2 * p + 1) * 48 + n] = round_bf16(w[2 * n + 1]) if rounded else w[2 * n + 1]
+                o[even + n] = round_bf16(w[2 * n]) if rounded else w[2 * n]
+                o[even + 48 + n] = round_bf16(w[2 * n + 1]) if rounded else w[2 * n + 1]
+
+
+@njit(inline="always")
+def expand_f32(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, rounded: Any, out: Any) -> None:
+    """Panel number `panel` of any kind but FP32 as float32 [K][48]; `rounded` keeps W̃ at bf16 values."""
+    expand_some_f32(data, scale, zero, kind, panel, steps, 0, steps, rounded, out)
 
 
 # steps, rows (N), out (bf16 [N, K]), kind, data, scale, zero, scratch, scratch_stride

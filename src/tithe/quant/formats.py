@@ -34,11 +34,11 @@ class GroupedIntegers:
     """
 
     q: np.ndarray
-    """uint8 [N, K] in 0..15 (4-bit formats) or int8 [N, K] (8-bit)."""
+    """uint8 [N, K] in 0..15 (4 bits with zeros), or int8 [N, K]: -8..7 (4 bits without) or -128..127."""
     scale: np.ndarray
     """float16 [N, K/group]."""
     zero: np.ndarray | None
-    """float16 [N, K/group], the value of q = 0; `None` in the symmetric 8-bit format."""
+    """float16 [N, K/group], the value of q = 0; `None` in symmetric formats."""
 
     @property
     def group(self) -> int:

@@ -10,59 +10,62 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.quant.codes import BF16, FP32, INT4, round_bf16
-from tithe.quant.runtime import bf16_to_f32, f16_to_f32, f32p, fma, i8p, i32p, kernel, next_task, u8p, u16p
+from tithe.quant.codes import (
+    BF16,
+    FP32,
+    data_bytes,
+    element_of,
+    groups_of,
+    number_at,
+    pairs_of_group,
+    round_bf16,
+    scale_of_row,
+)
+from tithe.quant.runtime import bf16_to_f32, f32p, fma, i32p, kernel, next_task, u16p
 
 
-@njit(inline="always")
-def _integer_weight(kind: Any, data: Any, scale: Any, zero: Any, steps: Any, row: Any, k: Any) -> Any:
-    """W̃[row, k] of an INT4 or INT8 matrix before bf16 rounding."""
-    panel, n, p, odd = row // 48, row % 48, k // 2, k % 2
-    group = ((panel * (steps // 16) + p // 16) * 48 + n) * 2
-    d = f16_to_f32(u16p(scale + group)[0])
-    if kind == INT4:
-        b = np.int32(u8p(data)[(panel * steps + p) * 48 + (n // 16) * 16 + (n % 8) * 2 + odd])
-        q = b & np.int32(15) if n % 16 < 8 else b >> np.int32(4)
-        return fma(np.float32(q), d, f16_to_f32(u16p(zero + group)[0]))
-    return np.float32(i8p(data)[((panel * steps + p) * 48 + n) * 2 + odd]) * d
-
-
-@njit(inline="always")
-def _weight(kind: Any, data: Any, scale: Any, zero: Any, steps: Any, row: Any, k: Any) -> Any:
-    """W̃[row, k] before bf16 rounding."""
-    panel, n, p, odd = row // 48, row % 48, k // 2, k % 2
+@njit
+def _write_row(data: Any, scale: Any, zero: Any, kind: Any, row: Any, steps: Any, rounded: Any, out: Any) -> None:
+    """W̃[row] as float32 [K]."""
+    o, panel, n = f32p(out), row // 48, row % 48
+    base = data + panel * data_bytes(kind, steps)
     if kind == BF16:
-        return bf16_to_f32(u16p(data)[((panel * steps + p) * 48 + n) * 2 + odd])
+        for k in range(2 * steps):
+            o[k] = bf16_to_f32(u16p(base)[(k // 2 * 48 + n) * 2 + k % 2])
+        return
     if kind == FP32:
-        return f32p(data)[(panel * steps * 2 + k) * 48 + n]
-    return _integer_weight(kind, data, scale, zero, steps, row, k)
+        for k in range(2 * steps):
+            w = f32p(base)[k * 48 + n]
+            o[k] = round_bf16(w) if rounded else w
+        return
+    element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
+    for g in range(groups):
+        d, m = scale_of_row(scale, zero, kind, panel, groups, g, n)
+        for k in range(2 * g * pairs, 2 * min(g * pairs + pairs, steps)):
+            w = fma(number_at(element, base, k // 2, 2 * n + k % 2), d, m)
+            o[k] = round_bf16(w) if rounded else w
 
 
 # rows (int32 ids), steps, out (float32 [tasks, K]), kind, data, scale, zero, rounded
 @kernel
 def gather_rows(args: Any) -> None:
     """out[t] = W̃[ids[t]] in float32: the embedding look-up on a packed matrix."""
-    ids, steps, kind, data, scale, zero = i32p(args[3]), args[4], args[6], args[7], args[8], args[9]
+    ids, steps, rounded = i32p(args[3]), args[4], args[10] != 0
     while True:
         t = next_task(args)
         if t >= args[1]:
             break
-        o = f32p(args[5] + t * steps * 8)
-        for k in range(steps * 2):
-            w = _weight(kind, data, scale, zero, steps, np.int64(ids[t]), k)
-            o[k] = round_bf16(w) if args[10] != 0 else w
+        out = args[5] + t * steps * 8
+        _write_row(args[7], args[8], args[9], args[6], np.int64(ids[t]), steps, rounded, out)
 
 
 # steps, rows (N), out (float32 [N, K]), kind, data, scale, zero, rounded
 @kernel
 def expand_rows_f32(args: Any) -> None:
     """Row-major float32 W̃ [N, K]; one task per row."""
-    steps, kind, data, scale, zero = args[3], args[6], args[7], args[8], args[9]
+    steps, rounded = args[3], args[10] != 0
     while True:
         t = next_task(args)
         if t >= args[1]:
             break
-        o = f32p(args[5] + t * steps * 8)
-        for k in range(steps * 2):
-            w = _weight(kind, data, scale, zero, steps, t, k)
-            o[k] = round_bf16(w) if args[10] != 0 else w
+        _write_row(args[7], args[8], args[9], args[6], t, steps, rounded, args[5] + t * steps * 8)

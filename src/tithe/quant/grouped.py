@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tithe.quant.bank import PackedBank
-from tithe.quant.codes import FP32
 from tithe.quant.grouped_gradient_kernels import (
     BLOCK_PAIRS,
     OUTER_ROWS,
@@ -29,6 +28,7 @@ from tithe.quant.grouped_gradient_kernels import (
     turn_rows,
 )
 from tithe.quant.grouped_kernels import grouped_dot, grouped_fma
+from tithe.quant.kinds import DENSE_FP32
 from tithe.quant.matrix import PackedMatrix
 from tithe.quant.runtime import HAS_BF16_DOT, TASKS, Launch, kernel_threads
 from tithe.quant.tile import PANEL
@@ -76,7 +76,7 @@ class GroupTable:
         begin = np.arange(groups, dtype=np.int64) * rows
         addresses = np.zeros((groups, 5), np.int64)
         panel_bytes = tall.columns * PANEL * tall.data.element_size()
-        addresses[:, 0], addresses[:, 1] = tall.kind, tall.data.data_ptr() + begin // PANEL * panel_bytes
+        addresses[:, 0], addresses[:, 1] = tall.kind.word, tall.data.data_ptr() + begin // PANEL * panel_bytes
         addresses[:, 4] = begin % PANEL
         return cls([tall], addresses, rows, int((-(-(begin % PANEL + rows) // PANEL)).max()))
 
@@ -270,7 +270,7 @@ def _check(x: Tensor, out: Tensor, table: GroupTable, shape: tuple[int, int], *,
     if x.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("the elements of a row of x and of out must be adjacent")
     if x.dtype == torch.bfloat16:
-        if not (table.rounded and HAS_BF16_DOT) or any(m.kind == FP32 for m in table.matrices):
+        if not (table.rounded and HAS_BF16_DOT) or any(m.kind == DENSE_FP32 for m in table.matrices):
             raise ValueError("bf16 operands need a W̃ rounded to bf16 and a processor with a bf16 dot product")
         if x.stride(0) % 2:
             raise ValueError(f"bf16 rows are read in pairs, so {x.stride(0)} elements from row to row cannot be")

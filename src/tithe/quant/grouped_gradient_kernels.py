@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.quant.codes import BF16, FP32, pair_bytes, round_bf16
-from tithe.quant.expand import expand_f32, expand_pairs
+from tithe.quant.codes import BF16, FP32, round_bf16
+from tithe.quant.expand import expand_some_f32, expand_some_pairs
 from tithe.quant.grouped_kernels import columns_of, dot_rows, fma_rows
 from tithe.quant.runtime import (
     as_float,
@@ -31,18 +31,9 @@ from tithe.quant.runtime import (
 from tithe.quant.turn_tile import turn_pairs
 
 BLOCK_PAIRS = 48
-"""k-pairs that a task of a transposed product takes: 96 columns are whole groups of 32 and whole panels of 48."""
+"""k-pairs that a task of a transposed product takes: 96 columns are two whole panels of 48."""
 OUTER_ROWS = 256
 """Rows that a weight gradient sums in registers before it adds them to memory."""
-
-
-@njit(inline="always")
-def _shifted(kind: Any, source: Any, panel: Any, steps: Any, pair: Any) -> Any:
-    """(data, scale, zero) of a panel's k-pairs from `pair` on (a multiple of a group's 16), as a panel of its own."""
-    if kind == BF16:
-        return source[1] + (panel * steps + pair) * 192, source[2], source[3]
-    groups = (panel * (steps // 16) + pair // 16) * 96
-    return source[1] + (panel * steps + pair) * pair_bytes(kind), source[2] + groups, source[3] + groups
 
 
 @njit
@@ -82,10 +73,11 @@ def grouped_transposed_dot(args: Any) -> None:
         kind, first = source[0], source[4]
         count = min(BLOCK_PAIRS, steps - pair)
         for t in range((first + rows + 47) // 48):
-            data, scale, zero = _shifted(kind, source, t, steps, pair)
-            if kind != BF16:
-                expand_pairs(data, scale, zero, kind, 0, count, scratch)
-                data = scratch
+            data = scratch
+            if kind == BF16:
+                data = source[1] + (t * steps + pair) * 192
+            else:
+                expand_some_pairs(source[1], source[2], source[3], kind, t, steps, pair, count, scratch)
             left, right = columns_of(t, first, rows)
             turn_pairs(data, count, left, right, turned, (t * 48 - first) // 2, rows // 2)
         for q in range((count + 23) // 24):
@@ -118,12 +110,11 @@ def grouped_transposed_fma(args: Any) -> None:
         kind, first = source[0], source[4]
         count = min(BLOCK_PAIRS, steps - pair)
         for t in range((first + rows + 47) // 48):
+            data = scratch
             if kind == FP32:
                 data = source[1] + (t * steps + pair) * 384
             else:
-                data, scale, zero = _shifted(kind, source, t, steps, pair)
-                expand_f32(kind, data, scale, zero, 0, count, rounded, scratch)
-                data = scratch
+                expand_some_f32(source[1], source[2], source[3], kind, t, steps, pair, count, rounded, scratch)
             left, right = columns_of(t, first, rows)
             _turn_f32(f32p(data), 2 * count, left, right, turned, t * 48 - first, rows)
         for q in range((2 * count + 47) // 48):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.quant.codes import BF16, FP32, INT4, pair_bytes, round_bf16
+from tithe.quant.codes import BF16, FP32, data_bytes, round_bf16, scale_bytes
 from tithe.quant.expand import expand_f32, expand_pairs
 from tithe.quant.runtime import (
     as_float,
@@ -138,12 +138,11 @@ def _ask_ahead(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, panels: 
     following = panel + 2
     if following >= panels or kind == FP32:
         return
-    size = steps * (192 if kind == BF16 else pair_bytes(kind))
+    size = data_bytes(kind, steps)
     prefetch(data + following * size, min(size, 32768))
-    if kind != BF16:
-        prefetch(scale + following * steps * 6, steps * 6)
-    if kind == INT4:
-        prefetch(zero + following * steps * 6, steps * 6)
+    of_scales, of_zeros = scale_bytes(kind, steps)
+    prefetch(scale + following * of_scales, of_scales)
+    prefetch(zero + following * of_zeros, of_zeros)
 
 
 @njit(inline="always")
@@ -207,6 +206,6 @@ def grouped_fma(args: Any) -> None:
         if kind == FP32:
             panel = source[1] + t * steps * 384
         else:
-            expand_f32(kind, source[1], source[2], source[3], t, steps, rounded, scratch)
+            expand_f32(source[1], source[2], source[3], kind, t, steps, rounded, scratch)
         target = out + (t * 48 - first) * (2 if mode == 1 else 4)
         fma_rows(x, ldx, begin[e], end[e], panel, steps * 2, target, ldo, (left, right), write, tile)

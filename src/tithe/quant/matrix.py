@@ -1,24 +1,10 @@
-"""`PackedMatrix`: one frozen weight matrix W [N out, K in] in the layout its kernels read.
+"""`PackedMatrix`: one frozen weight matrix W [N out, K in] in the layout its kernels read (`tithe.quant.kinds`).
 
-Rows are stored in panels of 48 (the last one zero-padded), k innermost in pairs, so that the product streams memory:
+Scales are the file's own bytes and the elements its own codes; only their order changes, so a packed matrix of whole
+panels takes exactly the bytes of its tensor in the checkpoint.
 
-| kind | data | scale, zero | weight |
-|---|---|---|---|
-| INT4 | uint8 [panels, K/2, 3, 16], 0..15 in each nibble | fp16 [panels, K/32, 48] | q·scale + zero |
-| INT8 | int8 [panels, K/2, 48, 2], -128..127 | fp16 [panels, K/32, 48] | q·scale |
-| BF16 | bf16 [panels, K/2, 48, 2] | – | |
-| FP32 | float32 [panels, K, 48] | – | |
-
-The last index of INT8 and BF16 is k even, k odd: a pair is one operand of the dot product. INT4 keeps the same order
-in nibbles: byte b of register v holds row 16v + b//2 in its low and row 16v + 8 + b//2 in its high nibble, at k
-even for even b, so that two registers of float32 weights narrow into one register of pairs without a shuffle.
-
-Group size is 32 along K. The scales are the file's own half-precision numbers; only the order of the nibbles changes,
-so a packed matrix of whole panels takes exactly the bytes of its GGUF tensor (Q4_1: 20 per 32 weights, Q8_0: 34).
-
-W̃, what the kernels multiply by: float32 fma(q, scale, zero), rounded to bf16 when the base dtype is bf16
-(round to nearest even). It is the same in packed and in dequantized (BF16) storage, bit for bit: one policy, two
-layouts.
+W̃, what the kernels multiply by, is written there, too. It is the same in packed and in dequantized (BF16, FP32)
+storage, bit for bit: one policy, two layouts.
 """
 
 from __future__ import annotations
@@ -30,14 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.quant.codes import BF16, FP32, GROUP, INT4, INT8
 from tithe.quant.expand import expand_rows_bf16, expand_transposed, pack_transposed_kernel
 from tithe.quant.gather import expand_rows_f32, gather_rows
+from tithe.quant.kinds import DENSE_BF16, DENSE_FP32, Kind
 from tithe.quant.product import matmul_dot, matmul_fma
 from tithe.quant.runtime import HAS_BF16_DOT, TASKS, Launch, set_kernel_threads
 from tithe.quant.tile import PANEL
-
-_NAMES = {INT4: "int4", INT8: "int8", BF16: "bf16", FP32: "fp32"}
 
 
 class _Scratch:
@@ -56,7 +40,8 @@ class _Scratch:
         return address + (-address) % 64, self.stride
 
 
-_scratch = _Scratch()
+scratch = _Scratch()
+"""The buffers of every launch in this process."""
 
 
 def panel_scratch(n_bytes: int) -> tuple[int, int, Tensor]:
@@ -73,27 +58,29 @@ def set_threads(n: int) -> None:
     """
     torch.set_num_threads(n)
     set_kernel_threads(n)
-    _scratch.threads = n
-    _scratch.stride = 0
-    _scratch.reserve(1)
+    scratch.threads = n
+    scratch.stride = 0
+    scratch.reserve(1)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
     """A frozen matrix W [rows N, columns K]; `rounded` says that W̃ is rounded to bf16."""
 
-    kind: int
+    kind: Kind
     rows: int
     columns: int
     data: Tensor
     scale: Tensor | None = None
     zero: Tensor | None = None
     rounded: bool = True
+    first_panel: int = 0
+    """Where a block of a larger matrix begins in it, for scales that are not stored by panel."""
 
     @property
     def name(self) -> str:
-        """Storage kind: int4, int8, bf16 or fp32."""
-        return _NAMES[self.kind]
+        """What the elements are: int4, int6, int8, fp4, fp8, bf16 or fp32; with its scales: `kind.name`."""
+        return self.kind.elements
 
     @property
     def panels(self) -> int:
@@ -117,7 +104,7 @@ class PackedMatrix:
     def source(self) -> list[int]:
         """What kernels are told of the matrix: kind and the addresses of data, scales and zeros (0: none)."""
         return [
-            self.kind,
+            self.kind.word | self.first_panel << 40,
             self.data.data_ptr(),
             self.scale.data_ptr() if self.scale is not None else 0,
             self.zero.data_ptr() if self.zero is not None else 0,
@@ -132,12 +119,12 @@ class PackedMatrix:
         dot = x.dtype == torch.bfloat16
         self._check_product(x, out, dot, add)
         steps = self.columns // 2
-        address, stride = _scratch.reserve(steps * PANEL * (4 if dot else 8))
+        address, stride = scratch.reserve(steps * PANEL * (4 if dot else 8))
         args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
         args += [out.data_ptr(), out.stride(0), self.rows, *self.source(), address, stride, int(add)]
         values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded), 1, 0, 0]
         chosen = matmul_dot if dot else matmul_fma
-        launch = chosen.bind(self.panels, values, (self, x, out, _scratch.buffer))
+        launch = chosen.bind(self.panels, values, (self, x, out, scratch.buffer))
         set_product_rows(launch.args, x.shape[0])
         return launch
 
@@ -201,8 +188,8 @@ class PackedMatrix:
         """Row-major W̃ [N, K] as bf16 or float32, for the input gradient and for tests."""
         out = torch.empty(self.rows, self.columns, dtype=dtype) if out is None else out
         head = [self.columns // 2, self.rows, out.data_ptr(), *self.source()]
-        if dtype == torch.bfloat16 and self.kind != FP32:
-            address, stride = _scratch.reserve(self.columns // 2 * PANEL * 4)
+        if dtype == torch.bfloat16 and self.kind != DENSE_FP32:
+            address, stride = scratch.reserve(self.columns // 2 * PANEL * 4)
             expand_rows_bf16.bind(self.panels, [*head, address, stride]).run()
         elif dtype == torch.bfloat16:
             out.copy_(self.expand(torch.float32))
@@ -217,13 +204,13 @@ class PackedMatrix:
         """
         _check_panels(out, self.rows, self.columns, out.dtype)
         steps = self.columns // 2
-        if self.kind == FP32 and out.dtype == torch.bfloat16:
+        if self.kind == DENSE_FP32 and out.dtype == torch.bfloat16:
             return pack_transposed(self.expand(torch.bfloat16), out)
         if out.dtype == torch.bfloat16:
-            address, stride = _scratch.reserve(steps * PANEL * 4)
+            address, stride = scratch.reserve(steps * PANEL * 4)
             head = [steps, self.rows, out.data_ptr(), *self.source(), address, stride]
             expand_transposed.bind(self.panels, head).run()
-            return PackedMatrix(BF16, self.columns, self.rows + self.rows % 2, out, rounded=True)
+            return PackedMatrix(DENSE_BF16, self.columns, self.rows + self.rows % 2, out, rounded=True)
         return pack_transposed(self.expand(torch.float32), out)
 
     def blocks(self, panels: int) -> Iterator[tuple[int, PackedMatrix]]:
@@ -232,7 +219,8 @@ class PackedMatrix:
         for first in range(0, self.panels, panels):
             part = slice(first, first + panels)
             rows = min(self.rows - first * PANEL, panels * PANEL)
-            yield first * PANEL, replace(self, rows=rows, **{name: t[part] for name, t in self.parts().items()})
+            cut = {name: t[part] for name, t in self.parts().items() if name in self.kind.panelled}
+            yield first * PANEL, replace(self, rows=rows, first_panel=self.first_panel + first, **cut)
 
     @property
     def transposed_numel(self) -> int:
@@ -241,7 +229,7 @@ class PackedMatrix:
 
     def dequantized(self) -> PackedMatrix:
         """The same W̃ in BF16 storage (or FP32 when W̃ is not rounded); the products keep their bits."""
-        if self.kind in (BF16, FP32):
+        if self.kind.is_dense:
             return self
         dtype = torch.bfloat16 if self.rounded else torch.float32
         return pack_dense(self.expand(dtype), rounded=self.rounded)
@@ -253,9 +241,9 @@ LowRank = tuple[Tensor, PackedMatrix, float]
 
 def row_block(panels: int, rows: int) -> int:
     """Rows per task: all where there are panels enough for every thread, else blocks, so that no thread idles."""
-    if panels >= 4 * _scratch.threads or rows <= 16:
+    if panels >= 4 * scratch.threads or rows <= 16:
         return max(rows, 1)
-    return max(16, -(-rows // (4 * _scratch.threads)) + 7 & ~7)
+    return max(16, -(-rows // (4 * scratch.threads)) + 7 & ~7)
 
 
 def set_product_rows(args: np.ndarray, rows: int) -> None:
@@ -310,50 +298,7 @@ def pack_transposed(source: Tensor, out: Tensor | None = None) -> PackedMatrix:
     _check_panels(out, rows, columns, source.dtype)
     args = [source.data_ptr(), source.stride(0), rows, columns, out.data_ptr(), int(bf16)]
     pack_transposed_kernel.bind(-(-columns // PANEL), args).run()
-    return PackedMatrix(BF16 if bf16 else FP32, columns, rows + rows % 2, out, rounded=bf16)
-
-
-def _panelled(x: np.ndarray) -> np.ndarray:
-    """[N, ...] → [panels, 48, ...], zero-padded."""
-    n = x.shape[0]
-    pad = -n % PANEL
-    if pad:
-        x = np.concatenate([x, np.zeros((pad, *x.shape[1:]), x.dtype)])
-    return x.reshape(-1, PANEL, *x.shape[1:])
-
-
-def _groups(x: np.ndarray) -> Tensor:
-    """fp16 [N, K/32] → torch fp16 [panels, K/32, 48]."""
-    return torch.from_numpy(np.ascontiguousarray(_panelled(x.astype(np.float16)).transpose(0, 2, 1)))
-
-
-def _check_groups(q: np.ndarray, *parts: np.ndarray) -> None:
-    rows, columns = q.shape
-    if columns % GROUP:
-        raise ValueError(f"{columns} columns are no whole groups of {GROUP}, which share a scale")
-    for part in parts:
-        if part.shape != (rows, columns // GROUP):
-            raise ValueError(f"a matrix {q.shape} needs scales {(rows, columns // GROUP)}, not {part.shape}")
-
-
-def pack_int4(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
-    """Pack q uint8 [N, K] in 0..15 with fp16 scale and zero [N, K/32]; `ValueError` unless 32 divides K."""
-    rows, columns = q.shape
-    _check_groups(q, scale, zero)
-    # [panels, 3 registers, low/high half, 8 columns, K/2, k even/odd]
-    x = _panelled(q.astype(np.uint8)).reshape(-1, 3, 2, 8, columns // 2, 2)
-    nibbles = (x[:, :, 0] | (x[:, :, 1] << 4)).transpose(0, 3, 1, 2, 4)
-    data = torch.from_numpy(np.ascontiguousarray(nibbles).reshape(-1, columns // 2, PANEL))
-    return PackedMatrix(INT4, rows, columns, data, _groups(scale), _groups(zero), rounded)
-
-
-def pack_int8(q: np.ndarray, scale: np.ndarray, *, rounded: bool = True) -> PackedMatrix:
-    """Pack q int8 [N, K] with fp16 scale [N, K/32]; `ValueError` unless 32 divides K."""
-    rows, columns = q.shape
-    _check_groups(q, scale)
-    pairs = _panelled(q.astype(np.int8)).reshape(-1, PANEL, columns // 2, 2)
-    data = torch.from_numpy(np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)))
-    return PackedMatrix(INT8, rows, columns, data, _groups(scale), None, rounded)
+    return PackedMatrix(DENSE_BF16 if bf16 else DENSE_FP32, columns, rows + rows % 2, out, rounded=bf16)
 
 
 def pack_dense(w: Tensor, *, rounded: bool = True) -> PackedMatrix:
@@ -367,6 +312,6 @@ def pack_dense(w: Tensor, *, rounded: bool = True) -> PackedMatrix:
     full[:rows] = w
     if rounded:
         data = full.view(-1, PANEL, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
-        return PackedMatrix(BF16, rows, columns, data, rounded=True)
+        return PackedMatrix(DENSE_BF16, rows, columns, data, rounded=True)
     data = full.view(-1, PANEL, columns).permute(0, 2, 1).contiguous()
-    return PackedMatrix(FP32, rows, columns, data, rounded=False)
+    return PackedMatrix(DENSE_FP32, rows, columns, data, rounded=False)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.quant.codes import BF16, FP32, INT4
+from tithe.quant.codes import BF16, FP32, data_bytes, scale_bytes
 from tithe.quant.expand import expand_f32, expand_pairs
 from tithe.quant.runtime import (
     as_float,
@@ -65,11 +65,10 @@ def ahead(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, c
     following = panel + 2
     if following * 48 >= columns:
         return data, 0
-    size = steps * (192 if kind == BF16 else (48 if kind == INT4 else 96))
-    if kind != BF16:
-        prefetch(scale + following * steps * 6, steps * 6)
-    if kind == INT4:
-        prefetch(zero + following * steps * 6, steps * 6)
+    size = data_bytes(kind, steps)
+    of_scales, of_zeros = scale_bytes(kind, steps)
+    prefetch(scale + following * of_scales, of_scales)
+    prefetch(zero + following * of_zeros, of_zeros)
     tiles = max(1, (rows + DOT_ROWS - 1) // DOT_ROWS)
     share = (size // tiles + 63) // 64 * 64
     return data + following * size, share
@@ -170,7 +169,7 @@ def matmul_fma(args: Any) -> None:
         if kind == FP32:
             panel = data + t * steps * 384
         else:
-            expand_f32(kind, data, scale, zero, t, steps, rounded, scratch)
+            expand_f32(data, scale, zero, kind, t, steps, rounded, scratch)
         w = f32p(panel)
         width = min(48, columns - t * 48)
         via_tile = out_bf16 or width < 48

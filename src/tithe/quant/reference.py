@@ -19,7 +19,7 @@ _MAX_HALF = float(np.finfo(np.float16).max)
 def unpack(raw: np.ndarray, tensor_format: TensorFormat) -> GroupedIntegers:
     """The integers of a quantized matrix: uint8 [N, bytes per row] → q [N, K] with float16 scale and zero [N, K/32].
 
-    Exact. Q4_0's zero is -8 · scale. `ValueError` for a format that is not `is_quantized` or rows of broken blocks;
+    Exact; only Q4_1 has zeros. `ValueError` for a format that is not `is_quantized` or rows of broken blocks;
     `ModelError` when a scale is not finite: such a file is damaged.
     """
     if not tensor_format.is_quantized:
@@ -29,9 +29,7 @@ def unpack(raw: np.ndarray, tensor_format: TensorFormat) -> GroupedIntegers:
     if tensor_format is TensorFormat.Q8_0:
         q, zero = blocks[:, :, 2:].view(np.int8), None
     elif tensor_format is TensorFormat.Q4_0:
-        q = _nibbles(blocks[:, :, 2:])
-        with np.errstate(over="ignore"):
-            zero = scale * np.float16(-8)
+        q, zero = _nibbles(blocks[:, :, 2:]).astype(np.int8) - np.int8(8), None
     else:
         q, zero = _nibbles(blocks[:, :, 4:]), _half(blocks, 2)
     if not (np.isfinite(scale).all() and (zero is None or np.isfinite(zero).all())):

@@ -1,87 +1,162 @@
-"""GGUF blocks → panels, without an unpacked copy in between. Bit layouts are in `tithe.quant.formats`."""
+"""Weights as they lie in a checkpoint → packed matrices, without an unpacked copy in between.
+
+`repack` takes a tensor that holds its own scales (GGUF, bit layouts in `tithe.quant.formats` and
+`tithe.quant.kquants`), `repack_parts` a weight that lies in several tensors (`tithe.quant.parts`). Only the order of
+the elements changes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from tithe.arch import TensorFormat
+from tithe.arch import StoredFormat, TensorFormat
 from tithe.errors import ModelError
-from tithe.quant.codes import GROUP, INT4, INT8
-from tithe.quant.matrix import PackedMatrix
-from tithe.quant.runtime import kernel, next_task, u8p, u16p
+from tithe.quant import kinds
+from tithe.quant.matrix import PackedMatrix, scratch
+from tithe.quant.pack import by_panel
+from tithe.quant.parts import Parts, check
+from tithe.quant.repack_kernels import (
+    BY_OUTPUT,
+    BY_WORD,
+    IN_ORDER,
+    IN_RUNS,
+    repack_bytes,
+    repack_nibbles,
+    repack_six,
+)
 from tithe.quant.tile import PANEL
 
-REPACKED = (TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0)
+REPACKED = (TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0, TensorFormat.Q4_K, TensorFormat.Q6_K)
 
 
-# raw rows (uint8), bytes per row, rows, groups, block bytes, quants offset, data, scale, zero (0: none)
-@kernel
-def repack_nibbles(args: Any) -> None:
-    """Q4_0 and Q4_1: byte j of a block holds weights j (low) and j + 16 (high). One task a panel."""
-    row_bytes, rows, groups, block, offset = args[4], args[5], args[6], args[7], args[8]
-    while True:
-        t = next_task(args)
-        if t >= args[1]:
-            break
-        data = u8p(args[9] + t * groups * 768)
-        scale, zero = u16p(args[10] + t * groups * 96), u16p(args[11] + t * groups * 96)
-        for n in range(min(48, rows - t * 48)):
-            for g in range(groups):
-                at = args[3] + (t * 48 + n) * row_bytes + g * block
-                q = u8p(at + offset)
-                scale[g * 48 + n] = u16p(at)[0]
-                if offset == 4:
-                    zero[g * 48 + n] = u16p(at)[1]
-                shift = np.uint8(0) if n % 16 < 8 else np.uint8(4)
-                for k in range(32):
-                    x = q[k % 16] & np.uint8(15) if k < 16 else q[k % 16] >> np.uint8(4)
-                    place = (g * 16 + k // 2) * 48 + (n // 16) * 16 + (n % 8) * 2 + k % 2
-                    data[place] = np.uint8(data[place] | np.uint8(x << shift))
+def repack(raw: np.ndarray, tensor_format: TensorFormat, *, rounded: bool) -> PackedMatrix:
+    """uint8 rows [N, bytes per row] of a format in `REPACKED` as a packed matrix; scales keep their bits.
 
-
-# the same arguments, zero unused
-@kernel
-def repack_bytes(args: Any) -> None:
-    """Q8_0: 32 signed bytes behind one scale. One task a panel."""
-    row_bytes, rows, groups = args[4], args[5], args[6]
-    while True:
-        t = next_task(args)
-        if t >= args[1]:
-            break
-        data, scale = u8p(args[9] + t * groups * 1536), u16p(args[10] + t * groups * 96)
-        for n in range(min(48, rows - t * 48)):
-            for g in range(groups):
-                at = args[3] + (t * 48 + n) * row_bytes + g * 34
-                q = u8p(at + 2)
-                scale[g * 48 + n] = u16p(at)[0]
-                for k in range(32):
-                    data[((g * 16 + k // 2) * 48 + n) * 2 + k % 2] = q[k]
-
-
-def repack(raw: np.ndarray, kind: TensorFormat, *, rounded: bool) -> PackedMatrix:
-    """uint8 rows [N, bytes per row] of Q4_0, Q4_1 or Q8_0 as a packed matrix; the scales keep their bits.
-
-    Q4_0's zero point becomes -8·scale, exact in half precision unless it overflows. `ModelError` when a scale is not
-    finite.
+    `ModelError` when a scale is not finite, `ValueError` for rows of broken blocks or another format.
     """
-    rows, row_bytes = raw.shape
-    is_byte = kind is TensorFormat.Q8_0
-    offset = 4 if kind is TensorFormat.Q4_1 else 2
-    block = 34 if is_byte else 16 + offset
-    groups, panels = row_bytes // block, -(-rows // PANEL)
+    if tensor_format not in REPACKED or raw.ndim != 2 or raw.shape[1] % tensor_format.block_bytes:
+        raise ValueError(f"rows of shape {raw.shape} are no whole blocks of one of {', '.join(REPACKED)}")
     raw = np.ascontiguousarray(raw)
-    shape = (panels, groups * 16, PANEL, 2) if is_byte else (panels, groups * 16, PANEL)
-    data = torch.zeros(shape, dtype=torch.int8 if is_byte else torch.uint8)
-    scale = torch.zeros(panels, groups, PANEL, dtype=torch.float16)
-    zero = None if is_byte else torch.zeros_like(scale)
-    args = [raw.ctypes.data, row_bytes, rows, groups, block, offset, data.data_ptr(), scale.data_ptr()]
-    args.append(0 if zero is None else zero.data_ptr())
-    (repack_bytes if is_byte else repack_nibbles).bind(panels, args, raw).run()
-    if kind is TensorFormat.Q4_0 and zero is not None:
-        zero.copy_(scale * -8)
-    if not all(bool(torch.isfinite(t).all()) for t in (scale, zero) if t is not None):
-        raise ModelError(f"a {kind} tensor has a scale that is not a finite half-precision number: damaged file")
-    return PackedMatrix(INT8 if is_byte else INT4, rows, groups * GROUP, data, scale, zero, rounded)
+    blocks = raw.reshape(len(raw), -1, tensor_format.block_bytes)
+    rows, columns = len(raw), blocks.shape[1] * tensor_format.block_size
+    zero = None
+    match tensor_format:
+        case TensorFormat.Q4_0:
+            kind, data = kinds.Q4_0, _nibbles(raw, rows, columns, IN_RUNS, (18, 2, 16, 1))
+            scale = _halves(blocks, 0, tensor_format)
+        case TensorFormat.Q4_1:
+            kind, data = kinds.INT4, _nibbles(raw, rows, columns, IN_RUNS, (20, 4, 16, 1))
+            scale, zero = _halves(blocks, 0, tensor_format), _halves(blocks, 2, tensor_format)
+        case TensorFormat.Q8_0:
+            kind, data = kinds.INT8, _bytes(raw, rows, columns, (34, 2, 32)).view(torch.int8)
+            scale = _halves(blocks, 0, tensor_format)
+        case TensorFormat.Q4_K:
+            kind, data = kinds.KQUANT4, _nibbles(raw, rows, columns, IN_RUNS, (144, 16, 32, 4))
+            halves = [_halves(blocks, at, tensor_format) for at in (0, 2)]
+            scale = torch.cat([*(h.view(torch.uint8) for h in halves), _fields(blocks[:, :, 4:16])], dim=2)
+        case _:
+            kind, data = kinds.KQUANT6, _six(raw, rows, columns)
+            d = _halves(blocks, 208, tensor_format)
+            scale = torch.cat([_fields(blocks[:, :, 192:208]), d.view(torch.uint8)], dim=2)
+    return PackedMatrix(kind, rows, columns, data, scale, zero, rounded)
+
+
+def repack_parts(
+    parts: Mapping[str, np.ndarray], stored: StoredFormat, *, rounded: bool, gptq_v2: bool = False
+) -> PackedMatrix:
+    """One weight [N, K] of a compound format as a packed matrix.
+
+    `parts` maps the ends of the tensors' names (``.weight_packed``, ``_blocks``, …: `StoredFormat.parts`) to arrays as
+    they lie in the file, of one matrix (of a stack, one slice). `gptq_v2`: GPTQ zeros are stored as they are.
+    `ModelError` for damage and for what is not read (see `tithe.quant.parts`).
+    """
+    p = check(parts, stored, gptq_v2=gptq_v2)
+    zero = None
+    match stored.kind:
+        case TensorFormat.FP8_BLOCK:
+            kind, data = kinds.FP8, _bytes(np.ascontiguousarray(p.codes), p.rows, p.columns, None)
+            scale = torch.from_numpy(np.array(p.scale, order="C"))
+        case TensorFormat.INT4_PACKED:
+            kind, data = kinds.INT4_SYM.of_group(p.group), _in_order(p)
+            scale = by_panel(p.scale.view(np.int16)).view(torch.bfloat16)
+        case TensorFormat.MXFP4:
+            kind, data, scale = kinds.MXFP4, _in_order(p), by_panel(p.scale)
+        case TensorFormat.NVFP4:
+            kind, data, scale = kinds.NVFP4, _in_order(p), by_panel(p.scale)
+            zero = torch.from_numpy(np.array(p.zero))
+        case _:
+            kind = kinds.INT4_ZP.of_group(p.group)
+            form = BY_WORD if stored.kind is TensorFormat.GPTQ else BY_OUTPUT
+            data = _nibbles(np.ascontiguousarray(p.codes), p.rows, p.columns, form)
+            scale, zero = by_panel(p.scale), _packed_zeros(p)
+    kind.check_columns(p.columns)
+    return PackedMatrix(kind, p.rows, p.columns, data, scale, zero, rounded)
+
+
+def _panels(rows: int) -> int:
+    return -(-rows // PANEL)
+
+
+def _nibbles(
+    source: np.ndarray, rows: int, columns: int, form: int, blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> Tensor:
+    """uint8 [panels, K/2, 48]; `blocks`: block bytes, offset of the nibbles, bytes of a run, runs (GGUF)."""
+    panels, steps = _panels(rows), columns // 2
+    data = torch.empty(panels, steps, PANEL, dtype=torch.uint8)
+    address, stride = scratch.reserve(steps * PANEL)
+    args = [source.ctypes.data, source.strides[0], rows, steps, form, *blocks, data.data_ptr(), address, stride]
+    repack_nibbles.bind(panels, args, (source, scratch.buffer)).run()
+    return data
+
+
+def _in_order(p: Parts) -> Tensor:
+    return _nibbles(np.ascontiguousarray(p.codes), p.rows, p.columns, IN_ORDER)
+
+
+def _bytes(source: np.ndarray, rows: int, columns: int, blocks: tuple[int, int, int] | None) -> Tensor:
+    """uint8 [panels, K/2, 48, 2]; `blocks`: block bytes, offset, weights in a block; `None`: E4M3 in whole rows."""
+    panels = _panels(rows)
+    data = torch.zeros(panels, columns // 2, PANEL, 2, dtype=torch.uint8)
+    bad = np.zeros(panels, np.uint8)
+    block, offset, run = blocks or (0, 0, columns)
+    args = [source.ctypes.data, source.strides[0], rows, columns // 2, block, offset, run, data.data_ptr()]
+    repack_bytes.bind(panels, [*args, 0 if blocks else bad.ctypes.data], (source, bad)).run()
+    if bad.any():
+        raise ModelError("FP8 .weight: a weight is not a number: damaged file")
+    return data
+
+
+def _six(source: np.ndarray, rows: int, columns: int) -> Tensor:
+    """uint8 [panels, K/4, 144]."""
+    panels = _panels(rows)
+    data = torch.zeros(panels, columns // 4, 3 * PANEL, dtype=torch.uint8)
+    args = [source.ctypes.data, source.strides[0], rows, columns // 256, data.data_ptr()]
+    repack_six.bind(panels, args, source).run()
+    return data
+
+
+def _halves(blocks: np.ndarray, offset: int, tensor_format: TensorFormat) -> Tensor:
+    """Half precision [panels, blocks, 48] of the numbers at `offset` of every block; `ModelError` unless finite."""
+    halves = np.ascontiguousarray(blocks[:, :, offset : offset + 2]).view("<f2")[..., 0]
+    if not np.isfinite(halves).all():
+        raise ModelError(
+            f"a {tensor_format} tensor has a scale that is not a finite half-precision number: damaged file"
+        )
+    return by_panel(halves)
+
+
+def _fields(fields: np.ndarray) -> Tensor:
+    """uint8 [N, blocks, F] → [panels, blocks, F · 48]."""
+    rows, blocks, n_fields = fields.shape
+    return by_panel(fields.reshape(rows, -1)).view(_panels(rows), blocks, n_fields * PANEL)
+
+
+def _packed_zeros(p: Parts) -> Tensor:
+    """Zeros uint8 [N, K/G] in 0..15 → [panels, K/G, 24]."""
+    assert p.zero is not None
+    zeros = by_panel(p.zero)
+    return zeros[:, :, :24] | zeros[:, :, 24:] << 4

@@ -140,50 +140,6 @@ def make_tile(rows: int, dot: bool, accumulate: bool) -> Any:
     return tile
 
 
-def _make_expand(bits: int) -> Any:
-    """`expand(source, d, m, out)`: 48 packed pairs of one k-pair → 48 bf16 pairs (uint32), three registers.
-
-    w = fma(q, d, m) in float32, two registers narrowed into one by `vcvtne2ps2bf16` (round to nearest even). The
-    sources
-    are laid out so that the narrowed register already is the operand of the dot product: see `tithe.quant.matrix`.
-    """
-    narrow = ir.InlineAsm(ir.FunctionType(_VI, [_VF, _VF]), "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v", side_effect=False)
-
-    def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        source, d, m, out = values
-
-        def integers(at: int) -> Any:
-            half = load_vector(builder, source, ir.Constant(_I64, at), ir.VectorType(ir.IntType(8), _LANES))
-            return builder.zext(half, _VI) if bits == 4 else builder.sext(half, _VI)
-
-        def weights(q: Any, at: int) -> Any:
-            scale, zero = (load_vector(builder, x, ir.Constant(_I64, at), _VF) for x in (d, m))
-            return vector_fma(builder, builder.sitofp(q, _VF), scale, zero)
-
-        for v in range(_VECTORS):
-            if bits == 4:
-                both = integers(16 * v)
-                low = builder.and_(both, ir.Constant(_VI, [15] * _LANES))
-                high = builder.lshr(both, ir.Constant(_VI, [4] * _LANES))
-            else:
-                low, high = integers(32 * v), integers(32 * v + 16)
-            pairs = builder.call(narrow, [weights(high, 32 * v + 16), weights(low, 32 * v)])
-            store_vector(builder, pairs, out, ir.Constant(_I64, 16 * v))
-        return context.get_dummy_value()
-
-    floats = types.CPointer(types.float32)
-    source_type = types.CPointer(types.uint8 if bits == 4 else types.int8)
-    result = signature(types.void, source_type, floats, floats, types.CPointer(types.uint32))
-
-    @intrinsic
-    def expand(typingctx: Any, source: Any, d: Any, m: Any, out: Any) -> Any:
-        return result, codegen
-
-    return expand
-
-
-expand_nibbles, expand_bytes = _make_expand(4), _make_expand(8)
-
 DOT_ROWS = 8
 FMA_ROWS = 8 if HAS_AVX512 else 2  # 48 columns fill three AVX-512 or six AVX2 registers a row
 

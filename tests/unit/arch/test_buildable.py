@@ -1,0 +1,58 @@
+"""A Mistral without a window is what `tithe.models` computes: the blocks of Llama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from support.decoders import FP32, Walk, random_ids, transformers_twin
+from tithe.arch import BUILDABLE, build_obstacles, known_config, known_names, read_checkpoint
+from tithe.errors import ModelError
+from tithe.models.loader import load_model
+
+
+def mistral(directory: Path, window: int | None) -> Path:
+    config = transformers.MistralConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=128,
+        max_position_embeddings=512,
+        sliding_window=window,
+    )
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_mistral_means_what_transformers_means(tmp_path: Path) -> None:
+    decoder = load_model(read_checkpoint(mistral(tmp_path / "m", None)), FP32)
+    ids = random_ids(37)
+    walk = Walk(decoder)
+    mine = walk.logits(walk.prefill(0, ids))
+    with torch.no_grad():
+        theirs = transformers_twin(tmp_path / "m")(torch.from_numpy(ids).long()[None]).logits[0]
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    assert mine.std() > 0.1
+
+
+def test_a_window_is_refused_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="sliding_window: 2 of 2 layers see 16 tokens"):
+        read_checkpoint(mistral(tmp_path / "m", 16))
+
+
+def test_known_models_say_whether_they_can_be_run() -> None:
+    """Those of a buildable architecture, unquantized, have no obstacle; all others have one."""
+    for name in known_names():
+        config = known_config(name)
+        is_plain = config["model_type"] in BUILDABLE and "quantization_config" not in config
+        assert (list(build_obstacles(config)) == []) == is_plain, name
+    assert len(list(build_obstacles(known_config("gpt-oss-20b")))) == 3  # type, windows, MXFP4
