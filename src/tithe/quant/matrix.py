@@ -46,7 +46,7 @@ scratch = _Scratch()
 
 def panel_scratch(n_bytes: int) -> tuple[int, int, Tensor]:
     """(address, stride, what to keep alive) of at least `n_bytes` for every kernel thread, in the shared buffers."""
-    return *_scratch.reserve(n_bytes), _scratch.buffer
+    return *scratch.reserve(n_bytes), scratch.buffer
 
 
 def set_threads(n: int) -> None:
