@@ -94,7 +94,7 @@ class Trainee:
 
     def train(self, micros: Sequence[MicroBatch], *, dropout_seed: int | None = None) -> Result:
         """Gradients summed over micro-batches. `dropout_seed` None turns dropout off."""
-        self.sums.zero()
+        self.sums = AdapterGradients(self.decoder, self.adapter)
         logp: list[np.ndarray] = []
         entropy: list[np.ndarray] = []
         for micro in micros:

@@ -43,6 +43,7 @@ class Publisher:
         """Returns the name. Raises `PublishRefused`, `AdapterError` or, for a policy whose log-probs are no numbers,
         `NonFiniteError`; the served version is then unchanged.
         """
+        release_unused()  # what training gave back, before the next version asks for memory
         directory, logp = self._write(version)
         name = self._session.engine.load_adapter(directory)
         release_unused()

@@ -417,6 +417,8 @@ class SharedEngine:
             resolve(seq.future, seq.completion(reason))
         if self._dropped:
             self._forget_unused()
+        if not self.has_work():  # at L = 0 the trainer is next: it may have the memory
+            self.pages.give_back(self._cache.allocator.free_pages())
         with self._idle:
             self._idle.notify_all()
 

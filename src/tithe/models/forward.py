@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tithe.models.decoder import Decoder, Layer, ModelAdapter, padded, scratch_floats
 from tithe.models.experts import ExpertStep
+from tithe.models.gated import can_gate, gated_dot, gated_launch, set_gated_rows
 from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
 from tithe.models.kv import PAGE, KVPages
 from tithe.models.linear import AdapterSteps, CopyStep, Linear, Step, adapter_steps
@@ -126,6 +127,16 @@ def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, 
     return attention.bind(b.x.shape[0], values, (b, pages, scratch.buffer))
 
 
+def is_gated(decoder: Decoder, layer: Layer) -> bool:
+    """Whether one launch computes gate, up and activation of a layer's MLP."""
+    return (
+        layer.gate_up is not None
+        and layer.gate_up_bias is None
+        and len(layer.gate_up.parts) == 1
+        and can_gate(layer.gate_up.parts[0], decoder.options.operand_dtype)
+    )
+
+
 def swiglu_step(layer: Layer, b: RowBuffers, scratch: Scratch) -> Launch:
     """act = silu(gate)·up."""
     rows, width = b.act.shape
@@ -160,8 +171,13 @@ class Stage:
     base: list[Step]
 
 
-def layer_stages(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> dict[str, Stage]:
-    """The launches of one layer on one set of buffers, by `STAGES`; x is updated in place."""
+def layer_stages(
+    decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch, kept: Tensor | None
+) -> dict[str, Stage]:
+    """The launches of one layer on one set of buffers, by `STAGES`; x is updated in place.
+
+    `kept` [R, 2I] receives gate and up where one launch computes gate, up and activation.
+    """
     layer, eps = decoder.layers[index], decoder.spec.rms_norm_eps
 
     def linear(place: Linear | None, x: Tensor, out: Tensor, bias: Tensor | None, *, norm: Tensor | None) -> Stage:
@@ -179,10 +195,16 @@ def layer_stages(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, sc
     if layer.experts is not None:
         normed = norm_step(b.x, layer.post_norm, b.xn, eps, scratch)
         return stages | {"gate_up": Stage([normed], [ExpertStep(layer.experts, b.xn, b.x)], [])}
+    down = linear(layer.down, b.act, b.x, layer.down_bias, norm=None)
+    assert layer.gate_up is not None
+    if is_gated(decoder, layer):
+        gated = gated_launch(layer.gate_up.parts[0], b.xn, b.act, kept)
+        norm = norm_step(b.x, layer.post_norm, b.xn, eps, scratch)
+        return stages | {"gate_up": Stage([norm], [gated], [gated]), "activate": Stage([], [], []), "down": down}
     return stages | {
         "gate_up": linear(layer.gate_up, b.xn, b.gate_up, None, norm=layer.post_norm),
         "activate": Stage([], [swiglu_step(layer, b, scratch)], []),
-        "down": linear(layer.down, b.act, b.x, layer.down_bias, norm=None),
+        "down": down,
     }
 
 
@@ -240,7 +262,9 @@ class ForwardPlan:
         max_positions: int,
         with_lse: bool = False,
         adapter_inputs: Mapping[str, Tensor] | None = None,
+        kept: Sequence[Tensor] | None = None,
     ) -> None:
+        """`kept`: per layer what `layer_stages` keeps."""
         self.decoder = decoder
         self.max_rows = max_rows
         longest = padded(max_positions)
@@ -248,7 +272,10 @@ class ForwardPlan:
         self._adapter_inputs = adapter_inputs or self.buffers.inputs()
         self.scratch = Scratch(scratch_floats(decoder.spec, longest))
         self.u = torch.empty(max_rows, 0)
-        self._layers = [layer_stages(decoder, i, self.buffers, pages, self.scratch) for i in range(len(decoder.layers))]
+        self._layers = [
+            layer_stages(decoder, i, self.buffers, pages, self.scratch, kept[i] if kept is not None else None)
+            for i in range(len(decoder.layers))
+        ]
         self._riding: tuple[object, ...] = ()
         self._riders: list[np.ndarray] = []
         self._adapters: dict[int, tuple[ModelAdapter, AdapterPlan]] = {}
@@ -282,6 +309,8 @@ class ForwardPlan:
                     step.args[TASKS], step.args[11] = blocks, n
                 elif isinstance(step, Launch) and step.of is swiglu:
                     step.args[TASKS], step.args[10] = blocks, n
+                elif isinstance(step, Launch) and step.of is gated_dot:
+                    set_gated_rows(step.args, n)
                 elif isinstance(step, Launch) and step.of is finish_qkv:
                     step.args[TASKS], step.args[21] = -(-n // PAGE), n
                 elif isinstance(step, Launch) and step.of is attention:

@@ -10,6 +10,7 @@ from tithe.arch import ArchSpec
 from tithe.errors import EngineError
 from tithe.models.kernels import PAGE, copy_slots
 from tithe.quant import Launch
+from tithe.utils.memory import give_back
 
 
 class KVPages:
@@ -44,6 +45,15 @@ class KVPages:
     def n_bytes(self) -> int:
         """Bytes when every page is in use."""
         return 2 * self.keys.numel() * self.keys.element_size()
+
+    def give_back(self, pages: list[int]) -> None:
+        """Return the memory of pages that nobody holds; they are zeros when they are used again."""
+        ordered = sorted(pages)
+        starts = [i for i, page in enumerate(ordered) if i == 0 or page != ordered[i - 1] + 1]
+        for i, j in zip(starts, [*starts[1:], len(ordered)], strict=True):
+            for t in (self.keys, self.values):
+                stride = t.stride(0) * t.element_size()
+                give_back(t.data_ptr() + ordered[i] * stride, (j - i) * stride)
 
     def fork(self, sources: list[int], targets: list[int], slots: list[int]) -> None:
         """Copy the first slots of whole pages, page by page, in every layer."""
@@ -82,6 +92,10 @@ class PageAllocator:
     def free(self) -> int:
         """Pages nobody holds."""
         return len(self._free)
+
+    def free_pages(self) -> list[int]:
+        """Their numbers."""
+        return list(self._free)
 
     def take(self, count: int) -> list[int]:
         """`count` fresh pages with one reference each. Raises `EngineError` when there are too few."""

@@ -111,14 +111,6 @@ class AdapterGradients:
             )
         self._adapter = adapter
 
-    def zero(self) -> None:
-        """Begin a batch."""
-        for layer in self.places:
-            for place in layer.values():
-                for gradient in place:
-                    gradient.a.zero_()
-                    gradient.b_transposed.zero_()
-
     def named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views by PEFT name in the shapes of `tensors`: A [r, in], B [out, r]."""
         out: dict[str, Tensor] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from tithe.errors import ModelError
 from tithe.models.decoder import Decoder, padded
 from tithe.models.dropout import AdapterDropout
-from tithe.models.forward import ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, norm_step
+from tithe.models.forward import ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, is_gated, norm_step
 from tithe.models.gradients import (
     BACKWARD_ROWS,
     attention_backward,
@@ -29,7 +29,7 @@ from tithe.models.kv import KVPages
 from tithe.models.layout import PageLayout
 from tithe.models.linear import Linear
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
-from tithe.quant.matrix import pack_transposed, transposed_numel
+from tithe.quant.matrix import LowRank, pack_transposed, transposed_numel
 
 
 class _Saved:
@@ -103,6 +103,7 @@ class TrainPass:
         rows = capacity.rows
         self.pages = KVPages(spec, capacity.pages + 1, operand)  # the last one takes what padding rows write
         self.dropout = AdapterDropout(decoder, rows, dropout) if dropout > 0 else None
+        self.saved = _Saved(decoder, rows, widths, checkpointing)
         self.plan = ForwardPlan(
             decoder,
             self.pages,
@@ -111,9 +112,9 @@ class TrainPass:
             max_positions=capacity.positions,
             with_lse=True,
             adapter_inputs=self.dropout.buffers if self.dropout is not None else None,
+            kept=[self.saved.gate_up[self.saved.slot(i)] for i in range(spec.n_layers)],
         )
         self.plan.buffers.table[capacity.sequences] = capacity.pages
-        self.saved = _Saved(decoder, rows, widths, checkpointing)
         self._widths = widths
         longest = padded(capacity.positions)
         group = spec.n_heads // spec.n_kv_heads
@@ -178,7 +179,7 @@ class TrainPass:
             saved.att[slot, :n] = b.att[:n]
         elif stage == "o+adapter":
             saved.x_mid[slot, :n] = b.x[:n]
-        elif stage == "activate":
+        elif stage == "activate" and not is_gated(self.decoder, self.decoder.layers[i]):
             saved.gate_up[slot, :n] = b.gate_up[:n]
         place = stage.removesuffix("+adapter")
         if stage.endswith("+adapter") and place in saved.u:
@@ -277,22 +278,25 @@ class TrainPass:
         """(du, d_input): du = dy·B for all sites of the place side by side (operand, unscaled; None without an
         adapter), d_input = dy·W̃ + scale·du·A, float32 [R, in]."""
         assert self._adapter is not None
+        found = self._adapter.places[i].get(place)
+        du = torch.zeros(dy.shape[0], found.width, dtype=self._operand) if found is not None else None
+        added: list[LowRank] = []
+        for s in found.sites if found is not None and du is not None else ():
+            columns = du[:, s.start : s.start + s.rank]
+            s.b_transposed.matmul(dy[:, s.site.start : s.site.stop], columns)
+            added.append((columns, s.a_transposed, s.scale))
         d_input = torch.empty(dy.shape[0], linear.columns)
         start = 0
         for part in linear.parts:
             transposed = part.transposed(self._weights[: part.transposed_numel])
-            transposed.matmul(dy[:, start : start + part.rows], d_input, add=start > 0)
+            ends = start + part.rows == linear.rows and self.dropout is None
+            rows = dy[:, start : start + part.rows]
+            transposed.matmul(rows, d_input, add=start > 0, low_rank=added if ends else ())
             start += part.rows
-        found = self._adapter.places[i].get(place)
-        if found is None:
-            return None, d_input
-        du = torch.zeros(dy.shape[0], found.width, dtype=self._operand)
-        share = d_input if self.dropout is None else torch.zeros_like(d_input)
-        for s in found.sites:
-            columns = slice(s.start, s.start + s.rank)
-            s.b_transposed.matmul(dy[:, s.site.start : s.site.stop], du[:, columns])
-            s.a_transposed.matmul(du[:, columns], share, add=True, factor=s.scale)
-        if self.dropout is not None:
+        if self.dropout is not None and added:
+            share = torch.zeros_like(d_input)
+            for u, a_transposed, scale in added:
+                a_transposed.matmul(u, share, add=True, factor=scale)
             d_input += self.dropout.apply_mask(i, place, share)
         return du, d_input
 

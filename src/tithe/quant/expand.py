@@ -38,6 +38,7 @@ from tithe.quant.runtime import (
     u16p,
     u32p,
 )
+from tithe.quant.turn_tile import turn_pairs
 from tithe.quant.widen_tile import widen_e2m1, widen_e4m3, widen_s4, widen_s6, widen_s8, widen_u4
 
 
@@ -170,7 +171,7 @@ def expand_transposed(args: Any) -> None:
     scratch = args[10] + next_slot(args) * args[11]
     pairs_out = (rows + 1) // 2
     k_panels = (2 * steps + 47) // 48
-    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    spare = 2 * steps - (k_panels - 1) * 48  # columns of the last panel
     while True:
         t = next_task(args)
         if t >= args[1]:
@@ -180,17 +181,11 @@ def expand_transposed(args: Any) -> None:
             expand_pairs(data, scale, zero, kind, t, steps, scratch)
         else:
             source = data + t * steps * 192
-        w = u32p(source)
-        for kp in range(k_panels):
-            width = min(24, steps - kp * 24)
-            for p in range(min(24, pairs_out - t * 24)):
-                o = u32p(args[5] + ((kp * pairs_out + t * 24 + p) * 48) * 4)
-                for c in range(width):
-                    a = w[(kp * 24 + c) * 48 + 2 * p]
-                    b = w[(kp * 24 + c) * 48 + 2 * p + 1]
-                    o[2 * c] = (a & low) | (b << np.uint32(16))
-                    o[2 * c + 1] = (a >> np.uint32(16)) | (b & high)
-                for c in range(2 * width, 48):
+        turn_pairs(source, steps, 0, min(48, 2 * pairs_out - t * 48), args[5], t * 24, pairs_out)
+        if spare < 48:
+            for p in range(t * 24, min(t * 24 + 24, pairs_out)):
+                o = u32p(args[5] + ((k_panels - 1) * pairs_out + p) * 192)
+                for c in range(spare, 48):
                     o[c] = np.uint32(0)
 
 

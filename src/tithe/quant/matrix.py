@@ -9,7 +9,7 @@ storage, bit for bit: one policy, two layouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,6 +42,11 @@ class _Scratch:
 
 scratch = _Scratch()
 """The buffers of every launch in this process."""
+
+
+def panel_scratch(n_bytes: int) -> tuple[int, int, Tensor]:
+    """(address, stride, what to keep alive) of at least `n_bytes` for every kernel thread, in the shared buffers."""
+    return *scratch.reserve(n_bytes), scratch.buffer
 
 
 def set_threads(n: int) -> None:
@@ -117,8 +122,7 @@ class PackedMatrix:
         address, stride = scratch.reserve(steps * PANEL * (4 if dot else 8))
         args = [x.data_ptr(), x.stride(0) * x.element_size() // 4, x.shape[0], steps]
         args += [out.data_ptr(), out.stride(0), self.rows, *self.source(), address, stride, int(add)]
-        row_block = _row_block(self.panels, x.shape[0])
-        values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded), row_block, 0, 0]
+        values = [*args, float(factor), int(out.dtype == torch.bfloat16), int(self.rounded), 1, 0, 0]
         chosen = matmul_dot if dot else matmul_fma
         launch = chosen.bind(self.panels, values, (self, x, out, scratch.buffer))
         set_product_rows(launch.args, x.shape[0])
@@ -138,12 +142,25 @@ class PackedMatrix:
         if add and out.dtype != torch.float32:
             raise ValueError("only a float32 output can be added to")
 
-    def matmul(self, x: Tensor, out: Tensor | None = None, *, add: bool = False, factor: float = 1.0) -> Tensor:
+    def takes_bf16(self) -> bool:
+        """Whether products read bf16 operands as they are."""
+        return self.rounded and HAS_BF16_DOT
+
+    def matmul(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        add: bool = False,
+        factor: float = 1.0,
+        low_rank: Sequence[LowRank] = (),
+    ) -> Tensor:
         """x·W̃ᵀ: x [M, K] bf16 or float32 → out [M, N] float32 (or bf16), accumulated in float32.
 
-        With `add`, out += factor·x·W̃ᵀ in one fused step. A row's result does not depend on M. bf16 x on a
-        processor without a bf16 dot product is widened first; W̃ is the same there. `ValueError` for shapes that do not
-        fit.
+        With `add`, out += factor·x·W̃ᵀ in one fused step. Then out += scale·u·Bᵀ for each (u, B, scale) of `low_rank`,
+        in that order, on the way where the kernel can: the same numbers. A row's result does not depend on M. bf16 x
+        on a processor without a bf16 dot product is widened first; W̃ is the same there. `ValueError` for shapes that do
+        not fit.
         """
         if x.dtype == torch.bfloat16 and not (HAS_BF16_DOT and self.rounded):
             x = x.float()
@@ -151,7 +168,13 @@ class PackedMatrix:
             x = x.contiguous()
         if out is None:
             out = torch.empty(x.shape[0], self.rows)
-        self.product(x, out, add=add, factor=factor).run()
+        launch = self.product(x, out, add=add, factor=factor)
+        riding = low_rank if can_ride(launch, 0, self.rows) else ()
+        riders = np.array([rider(u, b, scale, 0, self.rows) for u, b, scale in riding], np.int64)
+        set_riders(launch, riders if riding else None)
+        launch.run()
+        for u, b, scale in low_rank[len(riding) :]:
+            b.matmul(u, out, add=True, factor=scale)
         return out
 
     def gather(self, ids: Tensor) -> Tensor:
@@ -212,7 +235,11 @@ class PackedMatrix:
         return pack_dense(self.expand(dtype), rounded=self.rounded)
 
 
-def _row_block(panels: int, rows: int) -> int:
+LowRank = tuple[Tensor, PackedMatrix, float]
+"""u [M, r], B [N, r] and the scale of a product that is added to another's output."""
+
+
+def row_block(panels: int, rows: int) -> int:
     """Rows per task: all where there are panels enough for every thread, else blocks, so that no thread idles."""
     if panels >= 4 * scratch.threads or rows <= 16:
         return max(rows, 1)
@@ -223,17 +250,17 @@ def set_product_rows(args: np.ndarray, rows: int) -> None:
     """Let a product's argument block compute the first `rows` rows of its buffers."""
     args[5] = rows
     panels = -(-int(args[9]) // PANEL)
-    args[20] = _row_block(panels, rows)
+    args[20] = row_block(panels, rows)
     args[TASKS] = panels * -(-rows // int(args[20]))
 
 
 def can_ride(base: Launch, start: int, stop: int) -> bool:
     """Whether products on the outputs [start, stop) of a base product may ride on it: whole panels, bf16 operands."""
-    return base.of is matmul_dot and int(base.args[9]) % PANEL == 0 and start % PANEL == 0 and stop % PANEL == 0
+    return base.of.carries_riders and int(base.args[9]) % PANEL == 0 and start % PANEL == 0 and stop % PANEL == 0
 
 
 def rider(u: Tensor, b: PackedMatrix, scale: float, start: int, stop: int) -> list[int]:
-    """The nine numbers of a product out[:, start:stop] += scale·u·Bᵀ that rides on another (see `product._ride`)."""
+    """The nine numbers of a product out[:, start:stop] += scale·u·Bᵀ that rides on another (see `product.ride`)."""
     bits = int(np.float64(scale).view(np.int64))
     rows = [0, u.shape[0], start // PANEL, stop // PANEL]
     return [u.data_ptr(), u.stride(0) // 2, b.data.data_ptr(), b.columns // 2, bits, *rows]

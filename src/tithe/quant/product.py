@@ -14,6 +14,7 @@ from tithe.quant.codes import BF16, FP32, data_bytes, scale_bytes
 from tithe.quant.expand import expand_f32, expand_pairs
 from tithe.quant.runtime import (
     as_float,
+    carrier,
     f32_to_bf16,
     f32p,
     fma,
@@ -57,7 +58,7 @@ def _finish(tile: Any, rows: Any, columns: Any, out: Any, ldo: Any, out_bf16: An
 
 
 @njit
-def _ahead(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, columns: Any, rows: Any) -> Any:
+def ahead(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, columns: Any, rows: Any) -> Any:
     """Where the data begin of the panel that is likely this thread's next, and how many bytes of it to ask for with
     each tile of rows; asks for its scales at once. At decode sizes a panel is too short for hardware to run ahead.
     """
@@ -74,7 +75,7 @@ def _ahead(kind: Any, data: Any, scale: Any, zero: Any, panel: Any, steps: Any, 
 
 
 @njit
-def _ride(riders: Any, n: Any, panel: Any, first: Any, count: Any, out: Any, ldo: Any) -> None:
+def ride(riders: Any, n: Any, panel: Any, first: Any, count: Any, out: Any, ldo: Any) -> None:
     """Add every rider's share to the rows first..first+count of one panel, while they are in the cache.
 
     A rider is a small product that lands on the same outputs, out += scale·u·Bᵀ, as nine int64: u, its row stride in
@@ -97,7 +98,7 @@ def _ride(riders: Any, n: Any, panel: Any, first: Any, count: Any, out: Any, ldo
 
 # x, ldx (pairs), rows, steps (K/2), out, ldo, columns (N), kind, data, scale, zero, scratch, scratch_stride (bytes),
 # add, factor, out_bf16, rounded, rows per task, riders, number of riders
-@kernel
+@carrier
 def matmul_dot(args: Any) -> None:
     """out = x·W̃ᵀ (or out += factor·x·W̃ᵀ), bf16 operands, float32 accumulation; a task: panel × block of rows."""
     x, ldx, rows, steps, out, ldo, columns = args[3], args[4], args[5], args[6], args[7], args[8], args[9]
@@ -121,10 +122,10 @@ def matmul_dot(args: Any) -> None:
         w = u32p(panel)
         width = min(48, columns - t * 48)
         via_tile = out_bf16 or width < 48
-        ahead, share = _ahead(kind, data, scale, zero, t, steps, columns, end - begin)
+        ahead_at, share = ahead(kind, data, scale, zero, t, steps, columns, end - begin)
         for i in range(begin, end, DOT_ROWS):
-            prefetch(ahead, share)
-            ahead += share
+            prefetch(ahead_at, share)
+            ahead_at += share
             count = min(DOT_ROWS, end - i)
             target = out + (i * ldo + t * 48) * size
             if count == DOT_ROWS and not via_tile and not add:
@@ -144,7 +145,7 @@ def matmul_dot(args: Any) -> None:
                         dot_row_add(row, ldx, w, steps, f32p(target + r * ldo * 4), ldo, factor)
                     else:
                         dot_row(row, ldx, w, steps, f32p(target + r * ldo * 4), ldo, _NO_SCALE)
-            _ride(args[21], args[22], t, i, count, target, ldo)
+            ride(args[21], args[22], t, i, count, target, ldo)
 
 
 # the same arguments; x and ldx count float32; slot 19: W̃ rounded to bf16

@@ -143,9 +143,10 @@ class _CachedFunction(CFunc):
 
 
 class Kernel:
-    """One compiled kernel: a C function of an argument block."""
+    """One compiled kernel: a C function of an argument block. `carries_riders`: see `tithe.quant.product.ride`."""
 
-    def __init__(self, body: Callable[..., None]) -> None:
+    def __init__(self, body: Callable[..., None], *, carries_riders: bool = False) -> None:
+        self.carries_riders = carries_riders
         self._compiled: Any = _CachedFunction(body, (_ARGUMENTS, _RESULT), {}, {"error_model": "numpy"})
         self._compiled.enable_caching()
         self._compiled.compile()
@@ -160,6 +161,11 @@ class Kernel:
 def kernel(body: Callable[..., None]) -> Kernel:
     """Compile `body(args: int64*)` as a kernel."""
     return Kernel(body)
+
+
+def carrier(body: Callable[..., None]) -> Kernel:
+    """Compile a product whose arguments 21 and 22 are riders: their address and number."""
+    return Kernel(body, carries_riders=True)
 
 
 def block(tasks: int, values: Sequence[int | float]) -> np.ndarray:

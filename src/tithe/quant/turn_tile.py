@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core.typing import signature
 
-from tithe.quant.runtime import intrinsic
+from tithe.quant.runtime import intrinsic, u32p
 from tithe.quant.tile import PANEL, load_vector, store_vector
 
 _I32 = ir.IntType(32)
@@ -54,3 +55,37 @@ def turn_tile(typingctx: Any, w: Any, out: Any) -> Any:
         return context.get_dummy_value()
 
     return signature(types.void, pointer, pointer), codegen
+
+
+@njit
+def _turn_some(w: Any, first: Any, last: Any, left: Any, right: Any, out: Any) -> None:
+    """k-pairs first..last of 48 rows at row pairs left..right, one by one: what no tile covers."""
+    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    for p in range(left, right):
+        o = u32p(out + p * 192)
+        for c in range(first, last):
+            a, b = w[c * 48 + 2 * p], w[c * 48 + 2 * p + 1]
+            o[2 * c] = (a & low) | (b << np.uint32(16))
+            o[2 * c + 1] = (a >> np.uint32(16)) | (b & high)
+
+
+@njit
+def turn_pairs(w: Any, count: Any, left: Any, right: Any, out: Any, at: Any, pairs: Any) -> None:
+    """48 rows of W̃ at `count` k-pairs, [k-pair][48 rows], into panels [k / 48][pairs along N][48 k] from pair `at` on.
+
+    Rows left..right of the 48 (both even) belong to the matrix.
+    """
+    begin, end = (left + 15) // 16 * 16, right // 16 * 16
+    for q in range((count + 23) // 24):
+        source = w + q * 24 * 192
+        target = out + (q * pairs + at) * 192
+        width = min(24, count - q * 24)
+        full = width // 8 * 8 if end > begin else 0
+        for n in range(begin, end, 16):
+            for c in range(0, full, 8):
+                turn_tile(u32p(source + (c * 48 + n) * 4), u32p(target + (n * 24 + 2 * c) * 4))
+        words = u32p(source)
+        if full > 0:
+            _turn_some(words, 0, full, left // 2, begin // 2, target)
+            _turn_some(words, 0, full, end // 2, right // 2, target)
+        _turn_some(words, full, width, left // 2, right // 2, target)

@@ -90,6 +90,10 @@ class Passes:
             train.dropout.seed = dropout_seed or 0
         return train, train.forward(micro.input_ids, layout, adapter, keep=keep)
 
+    def release(self) -> None:
+        """Let the buffers go until they are needed again: what is saved for a backward is most of a step's memory."""
+        self._pass = None
+
     def forget(self, adapter: TrainAdapter) -> None:
         """Drop the launches of an adapter that will not be used again."""
         if self._pass is not None:

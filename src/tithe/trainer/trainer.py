@@ -65,7 +65,7 @@ class Trainer:
         )
         self.optimizer_step = 0
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
-        self._gradients = AdapterGradients(decoder, self._adapter)
+        self._gradients: AdapterGradients | None = None
         self.passes = Passes(
             decoder,
             self._adapter.widths(),
@@ -85,11 +85,12 @@ class Trainer:
         micros = plan_micro_batches(batch, self.settings.micro_batch_tokens)
         self._metrics, self._loss, self._micro_index, self._train_s = [], 0.0, 0, 0.0
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
-        self._gradients.zero()
+        self._gradients = AdapterGradients(self.decoder, self._adapter) if micros else None
         return micros
 
     def accumulate(self, micro: MicroBatch) -> None:
         """Forward and backward of one micro-batch; gradients add up to the batch's."""
+        assert self._gradients is not None
         started = time.perf_counter()
         settings = self.settings
         reference = self.passes.score(micro, None) if settings.kl_coef > 0 else None
@@ -137,7 +138,8 @@ class Trainer:
     def step(self) -> StepResult:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
         s = self.settings
-        grads = self._gradients.named(self._masters)
+        self.passes.release()
+        grads = self._gradients.named(self._masters) if self._gradients is not None else {}
         norm = float(torch.nn.utils.get_total_norm(list(grads.values())))
         finite = bool(np.isfinite(norm) and np.isfinite(self._loss))
         rate = learning_rate(
@@ -160,6 +162,7 @@ class Trainer:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
             self._rebuild()
+        self._gradients = None
         self.optimizer_step += 1
         return StepResult(metrics, skipped=not finite)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def release_unused() -> None:
     libc = _libc()
     if libc is not None:
         libc.malloc_trim(0)
+
+
+def give_back(address: int, n_bytes: int) -> None:
+    """Return the whole system pages inside a stretch of anonymous memory; they read as zeros from then on.
+
+    Does nothing where the C library has no `madvise`.
+    """
+    libc = _libc()
+    if libc is None or not hasattr(libc, "madvise"):
+        return
+    size = mmap.PAGESIZE
+    begin, end = -(-address // size) * size, (address + n_bytes) // size * size
+    if end > begin:
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def pss_bytes() -> int | None:

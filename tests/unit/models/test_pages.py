@@ -82,6 +82,18 @@ def test_page_bytes_are_what_pages_take(tmp_path: Path) -> None:
         assert not pages.values.any()
 
 
+def test_memory_given_back_is_zeros_and_the_rest_stays(tmp_path: Path) -> None:
+    pages = KVPages(tiny_decoder(tmp_path / "m", "llama", FP32).spec, 64, torch.float32)
+    for t in (pages.keys, pages.values):
+        t.fill_(1.0)
+    kept = [0, 7, 31, 32, 63]
+    pages.give_back([page for page in range(64) if page not in kept])
+    for t in (pages.keys, pages.values):
+        assert all(bool((t[page] == 1.0).all()) for page in kept)
+        assert bool(((t == 0.0) | (t == 1.0)).all())
+        assert float((t == 0.0).float().mean()) > 0.5, "whole system pages inside went back"
+
+
 # ------------------------------------------------------------------ the layout of a micro-batch
 
 
