@@ -279,12 +279,13 @@ class TrainPass:
         adapter), d_input = dy·W̃ + scale·du·A, float32 [R, in]."""
         assert self._adapter is not None
         found = self._adapter.places[i].get(place)
-        du = torch.zeros(dy.shape[0], found.width, dtype=self._operand) if found is not None else None
-        added: list[LowRank] = []
-        for s in found.sites if found is not None and du is not None else ():
-            columns = du[:, s.start : s.start + s.rank]
-            s.b_transposed.matmul(dy[:, s.site.start : s.site.stop], columns)
-            added.append((columns, s.a_transposed, s.scale))
+        du, added = None, list[LowRank]()
+        if found is not None:
+            du = torch.zeros(dy.shape[0], found.width, dtype=self._operand)
+            for s in found.sites:
+                columns = du[:, s.start : s.start + s.rank]
+                s.b_transposed.matmul(dy[:, s.site.start : s.site.stop], columns)
+                added.append((columns, s.a_transposed, s.scale))
         d_input = torch.empty(dy.shape[0], linear.columns)
         start = 0
         for part in linear.parts:
