@@ -68,7 +68,7 @@ def train_and_roll(
             bounds=_bounds(cfg),
             counters=counters,
             sink=_Observed(sink, record),
-            lineage=channel.lineage_after_resume(pool.serial) if channel.newest() is not None else 0,
+            lineage=channel.lineage_after_resume(pool.serial, session.base.decoder.options.numeric_mode),
             plan=_train_plan(cfg, evaluating=evaluating),
             hooks=train_hooks(Publisher(session, channel), evaluator, Saver(session, run_dir, channel)),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tithe.config.schema import RunConfig
 from tithe.errors import ConfigError
+from tithe.utils.durable import explain
 
 
 def choose_run_dir(cfg: RunConfig) -> RunConfig:
@@ -16,7 +17,13 @@ def choose_run_dir(cfg: RunConfig) -> RunConfig:
     raises `ConfigError`, because two runs in one directory would mix.
     """
     wanted = Path(cfg.run.dir)
-    if _is_free(wanted):
+    try:
+        is_free = _is_free(wanted)
+    except OSError as error:  # a name that the system cannot hold, or a folder that may not be looked into
+        raise ConfigError(
+            f"run.dir = {_quoted(cfg.run.dir)} cannot be used: {explain(error)}", key="run.dir"
+        ) from error
+    if is_free:
         return cfg
     if "dir" in cfg.run.model_fields_set:
         what = "holds files already" if wanted.is_dir() else "is a file"
@@ -29,3 +36,8 @@ def choose_run_dir(cfg: RunConfig) -> RunConfig:
 
 def _is_free(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def _quoted(path: str) -> str:
+    """A path for a message, its middle left out when it is long."""
+    return repr(path if len(path) <= 80 else f"{path[:38]}…{path[-38:]}")

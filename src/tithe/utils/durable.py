@@ -27,6 +27,7 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only; choose another directory",
     errno.EACCES: "permission denied; choose a directory that can be written",
     errno.EPERM: "permission denied; choose a directory that can be written",
+    errno.ENAMETOOLONG: "the name is longer than the system allows; choose a shorter one",
     errno.ENOTDIR: "a part of the path is a file, not a directory",
 }
 

@@ -142,16 +142,18 @@ class DirectoryChannel:
         versions = self._versions()
         return versions[-1][0] if versions else None
 
-    def lineage_after_resume(self, serial: int) -> int:
-        """The lineage in which a run that resumes at `serial` goes on.
+    def lineage_after_resume(self, serial: int, numeric_mode: str) -> int:
+        """The lineage in which a run that resumes at `serial` under a numeric mode goes on.
 
-        It is the newest one, unless versions beyond `serial` were published before the stop: their names are taken, so
-        the run continues in a new lineage.
+        It is the newest one, unless versions beyond `serial` were published before the stop (their names are taken),
+        or the newest was published under another mode: the same numbers would then be another policy.
         """
-        newest = self.newest()
-        if newest is None:
+        versions = self._versions()
+        if not versions:
             return 0
-        return newest.lineage if newest.serial <= serial else newest.lineage + 1
+        newest, directory = versions[-1]
+        goes_on = newest.serial <= serial and read_manifest(directory).numeric_mode == numeric_mode
+        return newest.lineage if goes_on else newest.lineage + 1
 
     def prune(self, keep: int, protect: Container[str] = ()) -> list[str]:
         """Remove all but the newest `keep` (>= 1) versions and those whose names are in `protect`; returns the names.

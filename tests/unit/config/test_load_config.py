@@ -1,12 +1,13 @@
 """Loading: the design's own block, overrides, messages that name the key, round trip."""
 
 import typing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tithe.config import RunConfig, build_config, config_warnings, dump_resolved, load_config
+from tithe.config import RunConfig, build_config, choose_run_dir, config_warnings, dump_resolved, load_config
 from tithe.config.fields import iter_fields
 from tithe.config.yaml_text import parse_yaml
 from tithe.errors import ConfigError
@@ -293,3 +294,10 @@ def test_the_resolved_text_reads_back_to_an_equal_configuration(**given_values):
     }
     cfg = RunConfig.model_validate(values)
     assert build_config(parse_yaml(dump_resolved(cfg), "config.yaml")) == cfg
+
+
+def test_a_directory_name_that_the_system_cannot_hold_is_an_error_of_that_key(tmp_path: Path) -> None:
+    cfg = load_config(None, [f"run.dir={tmp_path / ('a' * 300)}"])
+    with pytest.raises(ConfigError, match=r"run\.dir = '.{77}' cannot be used: the name is longer") as caught:
+        choose_run_dir(cfg)
+    assert caught.value.key == "run.dir"

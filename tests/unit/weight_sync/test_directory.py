@@ -98,13 +98,15 @@ def test_a_resumed_run_that_repeats_its_steps_finds_its_versions(channel):
 
 
 def test_lineage_after_resume(channel):
-    assert channel.lineage_after_resume(0) == 0
+    mode = fields()["numeric_mode"]
+    assert channel.lineage_after_resume(0, mode) == 0
     for serial in (1, 2, 3):
         publish(channel, serial)
-    assert channel.lineage_after_resume(3) == 0
-    assert channel.lineage_after_resume(2) == 1
+    assert channel.lineage_after_resume(3, mode) == 0
+    assert channel.lineage_after_resume(3, "another mode") == 1, "the same numbers would be another policy"
+    assert channel.lineage_after_resume(2, mode) == 1
     publish(channel, 3, lineage=1, seed=9)
-    assert channel.lineage_after_resume(3) == 1
+    assert channel.lineage_after_resume(3, mode) == 1
 
 
 def test_prune_keeps_the_newest_and_the_protected(channel, tmp_path):
