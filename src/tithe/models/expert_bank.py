@@ -96,6 +96,11 @@ class BlockAdapter:
     routed: ExpertAdapter | None = None
     shared: ExpertAdapter | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """True when no expert is adapted."""
+        return self.routed is None and self.shared is None
+
     def of(self, bank: ExpertBank, block: ExpertBlock) -> ExpertAdapter | None:
         """The part on one of the block's banks."""
         return self.shared if bank is block.shared else self.routed

@@ -45,18 +45,12 @@ class SiteSums:
 
 
 class ExpertGradients:
-    """Gradients of an adapter on one bank, added to by every backward until `zero`."""
+    """Gradients of an adapter on one bank, added to by every micro-batch of a batch."""
 
     def __init__(self, adapter: ExpertAdapter) -> None:
         self.places: Mapping[str, list[SiteSums]] = {
             place: [SiteSums.zeros(s) for s in tables.sites] for place, tables in adapter.places.items()
         }
-
-    def zero(self) -> None:
-        """Begin a batch."""
-        for sums in (s for place in self.places.values() for s in place):
-            sums.a.zero_()
-            sums.b_transposed.zero_()
 
     def named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views by name in the shapes of the adapter's `tensors`: A [E, r, in], B [E, out, r]; without E if shared."""

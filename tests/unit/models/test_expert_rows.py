@@ -154,7 +154,7 @@ def test_replayed_experts_are_used_and_agreement_is_told() -> None:
 # ------------------------------------------------------------------ sums, buffers
 
 
-def test_gradients_are_added_until_zeroed() -> None:
+def test_gradients_are_added() -> None:
     case = make_case(shared=True)
     x, d_out, tensors = case.rows(R), direction(R), case.tensors(SPEC)
     adapter = case.adapter(tensors, SPEC)
@@ -169,9 +169,6 @@ def test_gradients_are_added_until_zeroed() -> None:
     expert_backward(case.block, workspace, x, routed, d_out, d_x, adapter, gradients)
     assert all(relative(t, 2 * once[name]) < 1e-6 for name, t in named().items())
     assert relative(d_x, 2 * first_d_x) < 1e-6
-    for part in gradients.parts():
-        part.zero()
-    assert not any(t.any() for t in named().values())
 
 
 def test_a_plan_computes_any_number_of_rows_and_forgets_adapters() -> None:
@@ -223,7 +220,7 @@ def test_bf16_operands_are_stored_as_such() -> None:
 def test_an_empty_adapter_changes_nothing() -> None:
     case = make_case()
     x = case.rows(R)
-    assert case.adapter({}, SPEC).routed is None
+    assert case.adapter({}, SPEC).is_empty
     assert torch.equal(case.forward(x, [(0, R, BlockAdapter())])[0], case.forward(x)[0])
     routed = case.forward(x)[1]
     assert torch.equal(
