@@ -244,8 +244,8 @@ def split_experts(tensors: Mapping[str, Tensor], *, repeat: int = 0) -> dict[str
 def stack_experts(tensors: Mapping[str, Tensor], *, share: bool = False) -> dict[str, Tensor]:
     """The inverse: what `split_experts` took apart is stacked again (copies); other tensors pass.
 
-    With `share`, outer matrices that are equal for all experts become one again. `AdapterError` when numbers are
-    missing or ranks differ.
+    With `share`, a block whose outer matrices are equal for all experts becomes shared outer again. `AdapterError` when
+    numbers are missing or ranks differ.
     """
     found: dict[str, dict[int, Tensor]] = {}
     out: dict[str, Tensor] = {}
@@ -255,15 +255,30 @@ def stack_experts(tensors: Mapping[str, Tensor], *, share: bool = False) -> dict
             found.setdefault(f"{numbered[1]}{EXPERT}{numbered[3]}", {})[int(numbered[2])] = tensor
         else:
             out[name] = tensor
+    stacked: dict[str, Tensor] = {}
     for name, parts in found.items():
         if sorted(parts) != list(range(len(parts))) or len({tuple(p.shape) for p in parts.values()}) > 1:
             raise AdapterError(f"{name}: {len(parts)} experts, which must be numbered from 0 and of one shape")
-        stacked = torch.stack([parts[e] for e in range(len(parts))])
-        if share and _is_outer(name) and (stacked == stacked[0]).all():
-            out[name.replace(f"{EXPERT}.", "")] = stacked[0].clone()
+        stacked[name] = torch.stack([parts[e] for e in range(len(parts))])
+    shared = _shared_blocks(stacked) if share else set[str]()
+    for name, tensor in stacked.items():
+        if _is_outer(name) and name.partition(EXPERT)[0] in shared:
+            out[name.replace(f"{EXPERT}.", "")] = tensor[0].clone()
         else:
-            out[name] = stacked
+            out[name] = tensor
     return out
+
+
+def _shared_blocks(stacked: Mapping[str, Tensor]) -> set[str]:
+    """The blocks whose outer matrices are one for all experts. Zeros tell nothing: a fresh B is equal everywhere."""
+    equal: dict[str, list[bool]] = {}
+    for name, tensor in stacked.items():
+        if _is_outer(name):
+            told = equal.setdefault(name.partition(EXPERT)[0], [])
+            same = bool((tensor == tensor[0]).all())
+            if tensor.any() or not same:
+                told.append(same)
+    return {block for block, told in equal.items() if told and all(told)}
 
 
 def _is_outer(name: str) -> bool:

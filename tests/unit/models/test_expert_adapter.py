@@ -97,12 +97,18 @@ def test_shared_tensors_can_be_repeated_and_found_again() -> None:
     assert torch.equal(case.forward(x, [(0, 20, a)])[0], case.forward(x, [(0, 20, b)])[0])
 
 
-def test_only_outer_matrices_are_taken_for_shared() -> None:
-    """Experts that happen to be equal at their own width stay apart, as fresh B's are."""
-    fresh = init_tensors(shapes("per_expert"), torch.Generator().manual_seed(0))
-    kept = stack_experts(split_experts(fresh), share=True)
-    assert f"{LONG}.{{expert}}.gate_proj.lora_B.weight" in kept
-    assert f"{LONG}.{{expert}}.gate_proj.lora_A.weight" in kept
+@pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
+def test_fresh_adapters_keep_their_layout(layout: Any) -> None:
+    """A fresh B is zero for every expert, which does not make it shared; its block's A tells."""
+    fresh = init_tensors(shapes(layout), torch.Generator().manual_seed(0))
+    assert stack_experts(split_experts(fresh, repeat=EXPERTS), share=True).keys() == fresh.keys()
+
+
+def test_only_whole_blocks_are_taken_for_shared() -> None:
+    own = make_case().tensors(SPEC)
+    name = f"{LONG}.{{expert}}.gate_proj.lora_A.weight"
+    mixed = own | {name: own[name][:1].expand(EXPERTS, -1, -1)}
+    assert stack_experts(split_experts(mixed), share=True).keys() == own.keys()
 
 
 def test_sharing_keeps_fewer_bytes() -> None:
