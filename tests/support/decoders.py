@@ -111,3 +111,22 @@ def hang_adapter(model: Any, tensors: Mapping[str, Tensor], spec: LoraSpec) -> N
         name_a, name_b = tensor_names(module)
         if name_a in tensors:
             hang(linear, tensors[name_a], tensors[name_b], spec.scale(module))
+        elif tensor_names(f"{module}.0.down_proj")[0] in tensors or tensor_names(f"{module}.0.up_proj")[0] in tensors:
+            _merge_into_experts(linear, module, tensors, spec)
+
+
+def _merge_into_experts(experts: Any, module: str, tensors: Mapping[str, Tensor], spec: LoraSpec) -> None:
+    """transformers keeps a layer's experts in 3-D parameters: add scale·B·A to them, so that gradients flow."""
+
+    def delta(expert: int, part: str, like: Tensor) -> Tensor:
+        path = f"{module}.{expert}.{part}"
+        name_a, name_b = tensor_names(path)
+        return spec.scale(path) * tensors[name_b] @ tensors[name_a] if name_a in tensors else torch.zeros_like(like)
+
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    half = gate_up.shape[1] // 2
+    count = range(len(down))
+    parts = [torch.cat([delta(e, n, gate_up[0, :half]) for n in ("gate_proj", "up_proj")]) for e in count]
+    del experts.gate_up_proj, experts.down_proj
+    experts.gate_up_proj = gate_up + torch.stack(parts)
+    experts.down_proj = down + torch.stack([delta(e, "down_proj", down[0]) for e in count])

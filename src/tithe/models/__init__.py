@@ -3,6 +3,7 @@ the lane."""
 
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
+from tithe.models.expert_adapter import split_experts, stack_experts
 from tithe.models.forward import ForwardPlan, Segment
 from tithe.models.head import CHUNK_ROWS, Drawn, Draws, Head, ScoredRows, score_with_gradient
 from tithe.models.kv import PAGE, KVPages, PageAllocator
@@ -40,4 +41,6 @@ __all__ = [
     "norm_backward",
     "page_layout",
     "score_with_gradient",
+    "split_experts",
+    "stack_experts",
 ]

@@ -6,19 +6,24 @@ because norm, rotary, attention and MLP in separate operations cost more than th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tithe.arch import ArchSpec
 from tithe.errors import AdapterError
 from tithe.lora import LoraSpec, module_of
-from tithe.models.experts import Experts
+from tithe.models.expert_adapter import EXPERT, ExpertAdapter, stack_experts
+from tithe.models.expert_bank import BlockAdapter, ExpertBank, ExpertBlock
 from tithe.models.linear import Linear, LinearAdapter, build_adapter
 from tithe.models.options import ModelOptions
 from tithe.quant import PackedMatrix
+
+EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +36,7 @@ class Layer:
     o: Linear
     gate_up: Linear | None
     down: Linear | None
-    experts: Experts | None = None
+    experts: ExpertBlock | None = None
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -47,11 +52,13 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class ModelAdapter:
-    """One immutable adapter version in kernel layout: per layer, per place, a `LinearAdapter`."""
+    """One immutable adapter version in kernel layout: per layer, per place, a `LinearAdapter`, and what sits on the
+    layer's experts."""
 
     layers: tuple[Mapping[str, LinearAdapter], ...]
+    experts: tuple[BlockAdapter | None, ...]
     widest: int
-    """Largest Σr of any fused linear."""
+    """Largest Σr of any fused linear; at least 2."""
     n_bytes: int
 
 
@@ -80,16 +87,29 @@ class Decoder:
         """Positions the rotary tables cover."""
         return self.cos.shape[0]
 
+    @property
+    def dense_width(self) -> int:
+        """Width of the dense MLPs; 0 where every layer is a mixture."""
+        return max((layer.down.columns for layer in self.layers if layer.down is not None), default=0)
+
     def linears(self) -> Iterator[Linear]:
         """All adaptable linears, layer by layer."""
         for layer in self.layers:
             yield from layer.linears().values()
 
+    def blocks(self) -> list[ExpertBlock]:
+        """The expert blocks of mixture layers, in order."""
+        return [layer.experts for layer in self.layers if layer.experts is not None]
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Module path → (out, in) of every adaptable linear."""
-        return {
-            site.module: (site.stop - site.start, linear.columns) for linear in self.linears() for site in linear.sites
-        }
+        """Module path → (out, in) of every adaptable linear, experts one by one."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for layer in self.layers:
+            for linear in layer.linears().values():
+                shapes |= {site.module: (site.stop - site.start, linear.columns) for site in linear.sites}
+            for bank in layer.experts.banks() if layer.experts is not None else ():
+                shapes |= _expert_shapes(bank)
+        return shapes
 
     def resident_bytes(self) -> int:
         """Bytes of the unique storages that hold base data."""
@@ -105,8 +125,9 @@ class Decoder:
 
     def build_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec) -> ModelAdapter:
         """Kernel layout of an adapter in the published cast; `AdapterError` names tensors that fit no linear."""
-        known = self.linear_shapes()
-        unknown = sorted({name for name in tensors if module_of(name) not in known})
+        tensors = stack_experts(tensors)
+        known = {EXPERT_NUMBER.sub(".experts.", module) for module in self.linear_shapes()}
+        unknown = sorted({name for name in tensors if _unnumbered(module_of(name)) not in known})
         if unknown:
             raise AdapterError(f"the adapter has tensors that fit no linear of this model: {', '.join(unknown[:6])}")
         dtype = self.options.operand_dtype
@@ -114,15 +135,45 @@ class Decoder:
         for layer in self.layers:
             built = {name: build_adapter(linear, tensors, spec, dtype) for name, linear in layer.linears().items()}
             layers.append({name: adapter for name, adapter in built.items() if adapter is not None})
+        blocks = tuple(_block_adapter(layer.experts, tensors, spec, dtype) for layer in self.layers)
         everything = [adapter for layer in layers for adapter in layer.values()]
-        if not everything:
+        on_experts = [part for block in blocks if block is not None for part in block.parts()]
+        if not everything and not on_experts:
             raise AdapterError("the adapter has no tensors for this model; nothing would be learned or served")
         n_bytes = sum(a.a.n_bytes + sum(s.b.n_bytes for s in a.sites) for a in everything)
-        return ModelAdapter(tuple(layers), max(a.width for a in everything), n_bytes)
+        n_bytes += sum(part.n_bytes for part in on_experts)
+        return ModelAdapter(tuple(layers), blocks, max((a.width for a in everything), default=2), n_bytes)
 
     def embed(self, ids: Tensor, out: Tensor) -> None:
         """out [R, H] float32 ← W̃[ids], int32 ids."""
         out.copy_(self.embedding.gather(ids))
+
+
+def _expert_shapes(bank: ExpertBank) -> dict[str, tuple[int, int]]:
+    columns = {"gate_up": bank.hidden, "down": bank.width}
+    return {
+        module: (site.stop - site.start, columns[site.place])
+        for site in bank.sites
+        for module in site.modules(len(bank))
+    }
+
+
+def _unnumbered(module: str | None) -> str | None:
+    """A path in which experts are not told apart, whether numbered, stacked or shared."""
+    return None if module is None else EXPERT_NUMBER.sub(".experts.", module).replace(f".{EXPERT}.", ".")
+
+
+def _block_adapter(
+    block: ExpertBlock | None, tensors: Mapping[str, Tensor], spec: LoraSpec, dtype: torch.dtype
+) -> BlockAdapter | None:
+    """The adapter on one block; None when none of its experts is adapted."""
+    if block is None:
+        return None
+    built: list[ExpertAdapter | None] = [
+        None if bank is None else ExpertAdapter.build(bank.sites, len(bank), tensors, spec, dtype)
+        for bank in (block.routed, block.shared)
+    ]
+    return BlockAdapter(*built) if any(part is not None for part in built) else None
 
 
 def scratch_floats(spec: ArchSpec, longest: int) -> int:

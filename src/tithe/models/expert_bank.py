@@ -46,6 +46,8 @@ class ExpertBank:
     activation: Activation = SILU
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    first: int = 0
+    """The model's number of the bank's first expert: a rank keeps a run of them."""
 
     @property
     def hidden(self) -> int:
@@ -100,6 +102,10 @@ class BlockAdapter:
     def is_empty(self) -> bool:
         """True when no expert is adapted."""
         return self.routed is None and self.shared is None
+
+    def parts(self) -> list[ExpertAdapter]:
+        """Those that exist."""
+        return [part for part in (self.routed, self.shared) if part is not None]
 
     def of(self, bank: ExpertBank, block: ExpertBlock) -> ExpertAdapter | None:
         """The part on one of the block's banks."""

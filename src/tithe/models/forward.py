@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tithe.models.decoder import Decoder, Layer, ModelAdapter, padded, scratch_floats
-from tithe.models.experts import ExpertStep
+from tithe.models.expert_plan import ExpertPlan
+from tithe.models.expert_workspace import Workspace
 from tithe.models.gated import can_gate, gated_dot, gated_launch, set_gated_rows
 from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
 from tithe.models.kv import PAGE, KVPages
@@ -68,8 +69,8 @@ class RowBuffers:
             xn=torch.empty(rows, spec.hidden_size, dtype=operand),
             qkv=torch.empty(rows, spec.q_size + 2 * spec.kv_size),
             att=torch.empty(rows, spec.q_size, dtype=operand),
-            gate_up=torch.empty(rows, 2 * spec.intermediate_size),
-            act=torch.empty(rows, spec.intermediate_size, dtype=operand),
+            gate_up=torch.empty(rows, 2 * decoder.dense_width),
+            act=torch.empty(rows, decoder.dense_width, dtype=operand),
             position=torch.zeros(rows, dtype=torch.int32),
             sequence=torch.zeros(rows, dtype=torch.int32),
             table=torch.zeros(sequences, pages_per_sequence, dtype=torch.int32),
@@ -158,7 +159,7 @@ class BiasStep:
         self.x[: self.rows] += self.bias
 
 
-PlanStep = Step | ExpertStep | BiasStep
+PlanStep = Step | ExpertPlan | BiasStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +173,18 @@ class Stage:
 
 
 def layer_stages(
-    decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch, kept: Tensor | None
+    decoder: Decoder,
+    index: int,
+    b: RowBuffers,
+    pages: KVPages,
+    scratch: Scratch,
+    workspace: Workspace | None,
+    kept: Tensor | None,
 ) -> dict[str, Stage]:
     """The launches of one layer on one set of buffers, by `STAGES`; x is updated in place.
 
-    `kept` [R, 2I] receives gate and up where one launch computes gate, up and activation.
+    `workspace` is for layers of experts; `kept` [R, 2I] receives gate and up where one launch computes gate, up and
+    activation.
     """
     layer, eps = decoder.layers[index], decoder.spec.rms_norm_eps
 
@@ -193,8 +201,9 @@ def layer_stages(
         "o": linear(layer.o, b.att, b.x, layer.o_bias, norm=None),
     }
     if layer.experts is not None:
+        assert workspace is not None
         normed = norm_step(b.x, layer.post_norm, b.xn, eps, scratch)
-        return stages | {"gate_up": Stage([normed], [ExpertStep(layer.experts, b.xn, b.x)], [])}
+        return stages | {"gate_up": Stage([normed], [ExpertPlan(layer.experts, workspace, b.xn, b.x)], [])}
     down = linear(layer.down, b.act, b.x, layer.down_bias, norm=None)
     assert layer.gate_up is not None
     if is_gated(decoder, layer):
@@ -206,6 +215,11 @@ def layer_stages(
         "activate": Stage([], [swiglu_step(layer, b, scratch)], []),
         "down": down,
     }
+
+
+def _expert_plan(stages: Mapping[str, Stage]) -> ExpertPlan | None:
+    """The plan of a layer's experts; None in a dense layer."""
+    return next((step for step in stages["gate_up"].main if isinstance(step, ExpertPlan)), None)
 
 
 class AdapterPlan:
@@ -272,10 +286,15 @@ class ForwardPlan:
         self._adapter_inputs = adapter_inputs or self.buffers.inputs()
         self.scratch = Scratch(scratch_floats(decoder.spec, longest))
         self.u = torch.empty(max_rows, 0)
+        blocks = decoder.blocks()
+        self.workspace = Workspace(blocks, decoder.options.operand_dtype, max_rows) if blocks else None
         self._layers = [
-            layer_stages(decoder, i, self.buffers, pages, self.scratch, kept[i] if kept is not None else None)
+            layer_stages(
+                decoder, i, self.buffers, pages, self.scratch, self.workspace, kept[i] if kept is not None else None
+            )
             for i in range(len(decoder.layers))
         ]
+        self.experts = [_expert_plan(layer) for layer in self._layers]
         self._riding: tuple[object, ...] = ()
         self._riders: list[np.ndarray] = []
         self._adapters: dict[int, tuple[ModelAdapter, AdapterPlan]] = {}
@@ -284,6 +303,9 @@ class ForwardPlan:
     def forget(self, adapter: ModelAdapter) -> None:
         """Drop the launches of an adapter that is no longer served."""
         self._adapters.pop(id(adapter), None)
+        for plan, part in zip(self.experts, adapter.experts, strict=True):
+            if plan is not None and part is not None:
+                plan.forget(part)
 
     def _plan_of(self, adapter: ModelAdapter) -> AdapterPlan:
         if adapter.widest > self.u.shape[1]:
@@ -303,7 +325,7 @@ class ForwardPlan:
         blocks = -(-n // ROWS_PER_TASK)
         for layer in self._layers:
             for step in (s for stage in layer.values() for s in (*stage.prepare, *stage.main)):
-                if isinstance(step, (ExpertStep, BiasStep)):
+                if isinstance(step, (ExpertPlan, BiasStep)):
                     step.rows = n
                 elif isinstance(step, Launch) and step.of is rms_norm:
                     step.args[TASKS], step.args[11] = blocks, n
@@ -330,6 +352,9 @@ class ForwardPlan:
                 plan.set_range(start, stop)
                 plans.append(plan)
         self._attach(plans)
+        for i, experts in enumerate(self.experts):
+            if experts is not None:
+                experts.segments = [(a, b, one.experts[i]) for a, b, one in segments if one is not None]
         return plans
 
     def _attach(self, plans: Sequence[AdapterPlan]) -> None:

@@ -12,11 +12,14 @@ from torch import Tensor
 from tithe.arch import Checkpoint, TensorEntry, TensorFormat, base_bytes
 from tithe.errors import ModelError
 from tithe.models.decoder import Decoder, Layer
-from tithe.models.experts import Experts
+from tithe.models.expert_adapter import EXPERT, expert_sites
+from tithe.models.expert_bank import ExpertBank, ExpertBlock
 from tithe.models.linear import Linear, Site, fuse
 from tithe.models.options import ModelOptions
 from tithe.models.rope import rope_tables
+from tithe.models.routing import Router
 from tithe.quant import PackedMatrix, pack_dense, pack_int4, pack_int8
+from tithe.quant.grouped import GroupTable
 from tithe.quant.reference import dequantize, quantize_int4, quantize_int8
 from tithe.quant.repack import REPACKED, repack
 
@@ -109,17 +112,15 @@ class _Loader:
             down_bias=self.optional(f"{mlp}.down_proj.bias"),
         )
 
-    def experts(self, mlp: str) -> Experts:
+    def experts(self, mlp: str) -> ExpertBlock:
         """The expert block of a mixture layer."""
         spec = self.checkpoint.spec
         each = [f"{mlp}.experts.{e}" for e in range(spec.n_experts)]
-        return Experts(
-            router=self.matrix(f"{mlp}.gate"),
-            gate_up=tuple(self.matrix(f"{e}.gate_proj", f"{e}.up_proj") for e in each),
-            down=tuple(self.matrix(f"{e}.down_proj") for e in each),
-            per_token=spec.n_experts_per_token,
-            normalise=spec.norm_topk_prob,
-        )
+        gate_up = [self.matrix(f"{e}.gate_proj", f"{e}.up_proj") for e in each]
+        down = [self.matrix(f"{e}.down_proj") for e in each]
+        sites = expert_sites(f"{mlp}.experts.{EXPERT}", down[0].columns, spec.hidden_size)
+        bank = ExpertBank(GroupTable.of_matrices(gate_up), GroupTable.of_matrices(down), sites)
+        return ExpertBlock(Router.of(spec), self.matrix(f"{mlp}.gate"), bank)
 
     def _pack(self, entries: Sequence[TensorEntry], *, is_linear: bool) -> PackedMatrix:
         kind, rounded, columns = entries[0].format, self.options.rounded, entries[0].shape[1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tithe.lora import LoraSpec, tensor_names
 from tithe.models.decoder import Decoder, ModelAdapter
+from tithe.models.expert_training import BlockGradients
 from tithe.models.linear import Linear, Site
 from tithe.quant import PackedMatrix
 from tithe.quant.matrix import pack_transposed
@@ -109,10 +110,12 @@ class AdapterGradients:
                     for name, place in places.items()
                 }
             )
+        blocks = adapter.model.experts
+        self.experts = [BlockGradients.zeros(block) if block is not None else None for block in blocks]
         self._adapter = adapter
 
     def named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Views by PEFT name in the shapes of `tensors`: A [r, in], B [out, r]."""
+        """Views by PEFT name in the shapes of `tensors`: A [r, in], B [out, r]; of experts stacked, [E, …] each."""
         out: dict[str, Tensor] = {}
         for layer, places in zip(self.places, self._adapter.places, strict=True):
             for name, place in places.items():
@@ -120,4 +123,7 @@ class AdapterGradients:
                     name_a, name_b = tensor_names(s.site.module)
                     rank = tensors[name_a].shape[0]
                     out[name_a], out[name_b] = gradient.a[:rank], gradient.b_transposed[:rank].t()
+        for block in self.experts:
+            for part in block.parts() if block is not None else ():
+                out |= part.named(tensors)
         return out

@@ -17,6 +17,8 @@ from torch import Tensor
 from tithe.errors import ModelError
 from tithe.models.decoder import Decoder, padded
 from tithe.models.dropout import AdapterDropout
+from tithe.models.expert_bank import ExpertBlock
+from tithe.models.expert_training import expert_backward
 from tithe.models.forward import ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, is_gated, norm_step
 from tithe.models.gradients import (
     BACKWARD_ROWS,
@@ -46,7 +48,7 @@ class _Saved:
         self.lse = torch.empty(slots, rows, spec.n_heads)
         self.att = torch.empty(slots, rows, spec.q_size, dtype=operand)
         self.x_mid = torch.empty(slots, rows, spec.hidden_size)
-        self.gate_up = torch.empty(slots, rows, 2 * spec.intermediate_size, dtype=operand)
+        self.gate_up = torch.empty(slots, rows, 2 * decoder.dense_width, dtype=operand)
         self.u = {place: torch.empty(slots, rows, width, dtype=operand) for place, width in widths.items()}
 
     def slot(self, layer: int) -> int:
@@ -96,8 +98,8 @@ class TrainPass:
         checkpointing: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        if any(layer.experts is not None for layer in decoder.layers):
-            raise ModelError("training adapters of a mixture-of-experts model is not supported; its forward is")
+        if dropout > 0 and decoder.blocks():
+            raise ModelError("lora.dropout on a mixture of experts is not supported: set it to 0")
         self.decoder, self.capacity, self.checkpointing = decoder, capacity, checkpointing
         spec, operand = decoder.spec, decoder.options.operand_dtype
         rows = capacity.rows
@@ -119,16 +121,16 @@ class TrainPass:
         longest = padded(capacity.positions)
         group = spec.n_heads // spec.n_kv_heads
         floats = 2 * BACKWARD_ROWS * group * (spec.head_dim + longest)
-        self._scratch = Scratch(max(floats, 3 * spec.intermediate_size, 2 * (spec.q_size + 2 * spec.kv_size)))
+        self._scratch = Scratch(max(floats, 3 * decoder.dense_width, 2 * (spec.q_size + 2 * spec.kv_size)))
         self._dkv = torch.empty(capacity.sequences, spec.n_kv_heads, 2, longest, spec.head_dim)
         self._dq = torch.empty(rows, spec.q_size)
         self._dqkv = torch.empty(rows, spec.q_size + 2 * spec.kv_size, dtype=operand)
-        self._d_gate_up = torch.empty(rows, 2 * spec.intermediate_size, dtype=operand)
-        self._act = torch.empty(rows, spec.intermediate_size, dtype=operand)
+        self._d_gate_up = torch.empty(rows, 2 * decoder.dense_width, dtype=operand)
+        self._act = torch.empty(rows, decoder.dense_width, dtype=operand)
         self._operand = operand
         parts = [part for linear in decoder.linears() for part in linear.parts]
         self._weights = torch.empty(max(part.transposed_numel for part in parts), dtype=operand)
-        widest = max(spec.hidden_size, spec.intermediate_size, spec.q_size)
+        widest = max(spec.hidden_size, decoder.dense_width, spec.q_size)
         self._panels = torch.empty(transposed_numel(rows, widest), dtype=operand)
         self._n = 0
         self._layout: PageLayout | None = None
@@ -198,8 +200,23 @@ class TrainPass:
             self._mlp_backward(i, dx, grads)
             self._attention_backward(i, dx, grads)
 
+    def _experts_backward(self, i: int, block: ExpertBlock, dx: Tensor, grads: AdapterGradients) -> None:
+        n, layer, eps = self._n, self.decoder.layers[i], self.decoder.spec.rms_norm_eps
+        plan, workspace = self.plan.experts[i], self.plan.workspace
+        assert plan is not None
+        assert workspace is not None
+        x, normed = self.saved.x_mid[self.saved.slot(i), :n], self.plan.buffers.xn[:n]
+        norm_step(x, layer.post_norm, normed, eps, self._scratch).run()
+        d_normed = torch.zeros(n, self.decoder.spec.hidden_size)
+        adapter = self._adapter.model.experts[i] if self._adapter is not None else None
+        expert_backward(block, workspace, normed, plan.routed, dx, d_normed, adapter, grads.experts[i])
+        norm_backward(x, layer.post_norm, d_normed, dx, eps)
+
     def _mlp_backward(self, i: int, dx: Tensor, grads: AdapterGradients) -> None:
         layer, n, slot = self.decoder.layers[i], self._n, self.saved.slot(i)
+        if layer.experts is not None:
+            self._experts_backward(i, layer.experts, dx, grads)
+            return
         assert layer.gate_up is not None
         assert layer.down is not None
         dy = dx.to(self._operand)

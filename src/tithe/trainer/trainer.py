@@ -24,7 +24,7 @@ from tithe.losses import (
     denominators,
     summarize,
 )
-from tithe.models import AdapterGradients, Decoder, TrainAdapter
+from tithe.models import AdapterGradients, Decoder, TrainAdapter, stack_experts
 from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.passes import Passes
 from tithe.trainer.schedule import learning_rate
@@ -54,7 +54,8 @@ class Trainer:
         settings: TrainerSettings,
     ) -> None:
         self.decoder, self.spec, self.settings = decoder, spec, settings
-        self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in sorted(tensors.items())}
+        together = sorted(stack_experts(tensors).items())
+        self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in together}
         self._optimizer = torch.optim.AdamW(
             list(self._masters.values()),
             lr=settings.lr,
@@ -178,7 +179,8 @@ class Trainer:
         return self._adapter
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """The float32 masters by PEFT name: what is published. No copies: the next `step` changes them."""
+        """The float32 masters by PEFT name, experts stacked: what is published. No copies: the next `step` changes
+        them."""
         return {name: master.detach() for name, master in self._masters.items()}
 
     def state_tensors(self) -> dict[str, Tensor]:
