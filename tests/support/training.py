@@ -16,7 +16,7 @@ from torch import Tensor
 from support.decoders import random_ids
 from tithe.lora import LoraSpec
 from tithe.models.decoder import Decoder
-from tithe.models.expert_adapter import split_experts, stack_experts
+from tithe.models.expert_adapter import stack_experts
 from tithe.models.head import Head, score_with_gradient
 from tithe.models.layout import page_layout
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
@@ -115,7 +115,7 @@ class Trainee:
             train.backward(dx, self.sums)
             logp.append(scored.logp)
             entropy.append(scored.entropy)
-        grads = {name: t.clone() for name, t in split_experts(self.sums.named(self.tensors)).items()}
+        grads = {name: t.clone() for name, t in self.sums.named(self.tensors).items()}
         return Result(grads, np.concatenate(logp), np.concatenate(entropy))
 
 

@@ -340,8 +340,22 @@ class ForwardPlan:
                 elif not isinstance(step, CopyStep):
                     set_product_rows(step.args, n)
 
-    def begin(self, ids: Tensor, segments: Sequence[Segment]) -> list[AdapterPlan]:
-        """Embed int32 ids [n] into x and place the adapters on their rows."""
+    def chosen(self, n: int) -> Tensor:
+        """Expert ids int32 [mixture layers, n, k] that the first n rows took: what a later pass can replay."""
+        return torch.stack([plan.routed.ids[:n] for plan in self.experts if plan is not None])
+
+    def agreed(self, n: int) -> tuple[int, int]:
+        """(agreeing, replayed): (row, layer)s whose own choice is the replayed one, and all that were replayed."""
+        told = torch.stack([plan.routed.agreement[:n] for plan in self.experts if plan is not None])
+        return int((told == 1).sum()), int((told >= 0).sum())
+
+    def begin(
+        self, ids: Tensor, segments: Sequence[Segment], replay: Sequence[Tensor] | None = None
+    ) -> list[AdapterPlan]:
+        """Embed int32 ids [n] into x and place the adapters on their rows.
+
+        `replay` is per mixture layer int32 [n, k]: experts to take, as `check_replay` gives them.
+        """
         n = len(ids)
         self._set_rows(n)
         self.decoder.embed(ids, self.buffers.x[:n])
@@ -352,9 +366,11 @@ class ForwardPlan:
                 plan.set_range(start, stop)
                 plans.append(plan)
         self._attach(plans)
+        taken = iter(replay) if replay is not None else None
         for i, experts in enumerate(self.experts):
             if experts is not None:
                 experts.segments = [(a, b, one.experts[i]) for a, b, one in segments if one is not None]
+                experts.replay = next(taken) if taken is not None else None
         return plans
 
     def _attach(self, plans: Sequence[AdapterPlan]) -> None:

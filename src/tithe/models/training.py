@@ -7,7 +7,7 @@ The backward walks the layers in reverse; W̃ is expanded, as panels of its tran
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,8 +98,6 @@ class TrainPass:
         checkpointing: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        if dropout > 0 and decoder.blocks():
-            raise ModelError("lora.dropout on a mixture of experts is not supported: set it to 0")
         self.decoder, self.capacity, self.checkpointing = decoder, capacity, checkpointing
         spec, operand = decoder.spec, decoder.options.operand_dtype
         rows = capacity.rows
@@ -137,9 +135,19 @@ class TrainPass:
         self._adapter: TrainAdapter | None = None
 
     def forward(
-        self, ids: np.ndarray, layout: PageLayout, adapter: TrainAdapter | None, *, keep: bool = True
+        self,
+        ids: np.ndarray,
+        layout: PageLayout,
+        adapter: TrainAdapter | None,
+        *,
+        keep: bool = True,
+        replay: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """x [R, H] float32 (a view) for int64 ids [R]. `keep` False saves nothing (scoring)."""
+        """x [R, H] float32 (a view) for int64 ids [R]. `keep` False saves nothing (scoring); `replay` as in
+        `ForwardPlan.begin`."""
+        on_experts = adapter is not None and any(block is not None for block in adapter.model.experts)
+        if self.dropout is not None and on_experts:
+            raise ModelError("lora.dropout above 0 is not supported for adapters on experts; set lora.dropout to 0")
         n = len(ids)
         b = self.plan.buffers
         b.position[:n] = layout.position
@@ -148,7 +156,7 @@ class TrainPass:
         self._n, self._layout, self._adapter = n, layout, adapter
         model = adapter.model if adapter is not None else None
         tokens = torch.from_numpy(ids.astype(np.int32))
-        plans = self.plan.begin(tokens, [(0, n, model)])
+        plans = self.plan.begin(tokens, [(0, n, model)], replay)
         for i in range(len(self.decoder.layers)):
             if keep:
                 self.saved.x_in[i, :n] = b.x[:n]

@@ -6,15 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tithe.models.experts import swiglu
 from tithe.models.gated import can_gate, gated_launch
-from tithe.quant import HAS_BF16_DOT, PackedMatrix, pack_dense
+from tithe.models.kernels import swiglu as swiglu_kernel
+from tithe.quant import HAS_BF16_DOT, PackedMatrix, kernel_threads, pack_dense
 from tithe.quant.matrix import rider, set_riders
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
     pytest.mark.skipif(not HAS_BF16_DOT, reason="needs a processor with a bf16 dot product"),
 ]
+
+
+def swiglu(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """silu(gate)·up of float32 rows [R, 2I] → [R, I] in the operand dtype, by the launch of its own."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    act, scratch = torch.empty(rows, width, dtype=dtype), torch.empty(kernel_threads(), width)
+    args = [gate_up.data_ptr(), 0, width, act.data_ptr(), int(dtype == torch.bfloat16), scratch.data_ptr(), 8, rows]
+    swiglu_kernel.bind(-(-rows // 8), args).run()
+    return act
 
 
 def bf16(*shape: int, seed: int = 0) -> Tensor:

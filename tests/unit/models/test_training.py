@@ -21,13 +21,12 @@ from support.decoders import (
 )
 from support.training import Result, Trainee, autograd, random_batch, relative_error
 from tithe.arch import read_checkpoint
-from tithe.errors import ModelError
 from tithe.lora import LoraSpec
 from tithe.models.decoder import Decoder
 from tithe.models.loader import load_model
 from tithe.models.options import ModelOptions
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
-from tithe.models.training import Capacity, TrainPass
+from tithe.models.training import Capacity
 from tithe.packing import pad_rows, plan_micro_batches
 from tithe.quant import set_threads
 
@@ -214,48 +213,3 @@ def test_gradients_have_the_names_and_shapes_of_the_masters(tmp_path: Path) -> N
     masters = random_adapter(decoder, spec)
     sums = AdapterGradients(decoder, TrainAdapter.build(decoder, masters, spec))
     assert {n: g.shape for n, g in sums.named(masters).items()} == {n: t.shape for n, t in masters.items()}
-
-
-# ------------------------------------------------------------------ mixtures of experts
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"norm_topk_prob": False, "num_experts_per_tok": 1},
-        {"mlp_only_layers": [0], "num_experts_per_tok": 3, "attention_bias": True},
-    ],
-    ids=["two-experts", "one-expert", "dense-first"],
-)
-def test_gradients_of_a_mixture_are_autograds(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Adapters on attention and on every expert; the gradient flows through experts and routing weights."""
-    decoder = tiny_decoder(tmp_path / "m", "qwen3_moe", FP32, **config)
-    mine, theirs = trainee(decoder).train([WHOLE]), reference(tmp_path / "m", decoder)
-    assert any(".experts." in name for name in mine.grads)
-    idle = [name for name, gradient in theirs.grads.items() if not gradient.any()]
-    assert all(".experts." in name and not mine.grads[name].any() for name in idle), "an expert nobody chose"
-    used = theirs.grads.keys() - set(idle)
-    assert relative_error({n: mine.grads[n] for n in used}, {n: theirs.grads[n] for n in used}) < 1e-5
-    np.testing.assert_allclose(mine.logp, theirs.logp, rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_mixture_does_not_see_how_its_batch_is_cut(tmp_path: Path, mode: str) -> None:
-    decoder = tiny_decoder(tmp_path / "m", "qwen3_moe", MODES[mode])
-    together, apart = trainee(decoder).train([WHOLE]), trainee(decoder).train(CUT)
-    np.testing.assert_array_equal(np.sort(together.logp), np.sort(apart.logp))
-    used = {name for name, gradient in together.grads.items() if gradient.any()}
-    error = relative_error({n: together.grads[n] for n in used}, {n: apart.grads[n] for n in used})
-    assert error < (0.02 if mode == "bf16" else 1e-5)
-
-
-def test_recomputed_layers_of_experts_give_identical_gradients(tmp_path: Path) -> None:
-    decoder = tiny_decoder(tmp_path / "m", "qwen3_moe", BF16)
-    assert_equal(trainee(decoder).train([WHOLE]), trainee(decoder, checkpointing=True).train([WHOLE]))
-
-
-def test_dropout_on_experts_is_refused_by_name(tmp_path: Path) -> None:
-    decoder = tiny_decoder(tmp_path / "m", "qwen3_moe")
-    with pytest.raises(ModelError, match=r"lora\.dropout"):
-        TrainPass(decoder, Capacity(8, 1, 1, 8), {}, dropout=0.1)
