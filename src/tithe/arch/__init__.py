@@ -9,7 +9,7 @@ from tithe.arch.accounting import Account, HeldTensor, RankAccount, Tally, accou
 from tithe.arch.architectures import ARCHITECTURES, BUILDABLE, Architecture
 from tithe.arch.bases import BASES, Base, checkpoint_base, make_base, published_base
 from tithe.arch.buildable import build_obstacles, check_buildable
-from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes
+from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes, combine_digests
 from tithe.arch.formats import StoredFormat, TensorFormat, grouped_bytes
 from tithe.arch.known import known_config, known_names
 from tithe.arch.locate import describe_checkpoint, find_demo_model, read_checkpoint
@@ -51,6 +51,7 @@ __all__ = [
     "build_obstacles",
     "check_buildable",
     "checkpoint_base",
+    "combine_digests",
     "describe_checkpoint",
     "find_demo_model",
     "grouped_bytes",

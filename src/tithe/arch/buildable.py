@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from tithe.arch.architectures import BUILDABLE
 from tithe.arch.files import quote
+from tithe.arch.formats import TensorFormat
+from tithe.arch.quantization import read_quantization
 from tithe.arch.spec import ArchSpec
 from tithe.errors import ModelError
+
+_GROUPS_OF_32: Final = frozenset({TensorFormat.INT4_PACKED, TensorFormat.GPTQ, TensorFormat.AWQ})
 
 
 def build_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
@@ -33,16 +37,30 @@ def build_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
         )
     if spec.activation != "silu":
         yield f"hidden_act is {quote(spec.activation)}; only silu is supported"
-    if config.get("quantization_config"):
-        method = config["quantization_config"]
-        name = method.get("quant_method") if isinstance(method, Mapping) else method
-        yield (
-            f"quantization_config {quote(str(name))} is not run; use the model's BF16 safetensors with "
-            f"model.quantize: int4, or a GGUF file with Q4_0, Q4_1 or Q8_0 tensors"
-        )
+    yield from _packing_obstacles(config)
     if spec.latent is None and spec.rotary_dim != spec.head_dim:
         rotated = f"{spec.rotary_dim} of {spec.head_dim} dimensions of a head are rotated"
         yield f"partial_rotary_factor: {rotated}; only all of them is supported"
+
+
+def _packing_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why packed tensors of this config cannot be multiplied as they are."""
+    try:
+        quantization = read_quantization(config)
+    except ModelError as error:
+        yield str(error).removeprefix("config: ")
+        return
+    for stored in quantization.formats if quantization else ():
+        if stored.act_order:
+            yield (
+                "quantization_config desc_act: GPTQ with inputs sorted by importance is described and not run; use a "
+                "release with desc_act: false"
+            )
+        if stored.kind is TensorFormat.FP8_BLOCK and stored.group is not None:
+            side = f"[{stored.group}, {stored.group}]"
+            yield f"quantization_config weight_block_size {side} is described and not run; [128, 128] is"
+        if stored.kind in _GROUPS_OF_32 and (stored.group or 32) % 32:
+            yield f"quantization_config group_size {stored.group} is described and not run; multiples of 32 are"
 
 
 def check_buildable(config: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from tithe.arch.architectures import Architecture
 from tithe.arch.files import MappedFile, quote
 from tithe.arch.formats import StoredFormat, TensorFormat
 from tithe.arch.safetensors_file import SafetensorsTensor
+from tithe.arch.sharding import Shard
 from tithe.arch.spec import ArchSpec
 from tithe.arch.tensors import iter_tensors
 from tithe.errors import ModelError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _NAMES_SHOWN: Final = 8
+_CHUNK: Final = 8 * 2**20
+"""Bytes that are hashed at a time."""
 MISSING_LISTED: Final = 1000
 """Missing names after which the search ends: the config belongs to another model, or claims absurd sizes."""
 
@@ -71,6 +74,26 @@ class TensorEntry:
         `expert` picks one of a stack: the leading dimension goes, and no byte of the others is touched.
         """
         return {suffix: part.array(expert) for suffix, part in self.parts.items()}
+
+    def read_slice(self, begin: int, end: int) -> np.ndarray:
+        """uint8 [end - begin, bytes per entry]: entries of the first dimension as the file has them, a view.
+
+        Of stacked experts the tensors of some; no byte of the others is touched. Not for compound formats.
+        """
+        size = self.n_bytes // self.shape[0]
+        return self.file.view(self.offset + begin * size, (end - begin) * size).reshape(end - begin, size)
+
+    def ranges(self, expert: int | None = None) -> Iterator[tuple[str, MappedFile, int, int]]:
+        """(suffix, file, first byte, bytes) of every run of bytes that holds the tensor, or one expert of a stack."""
+        runs = [(suffix, part.file, part.offset, part.n_bytes, part.shape) for suffix, part in self.parts.items()]
+        for suffix, file, offset, n_bytes, shape in runs or [("", self.file, self.offset, self.n_bytes, self.shape)]:
+            size = n_bytes if expert is None else n_bytes // shape[0]
+            yield suffix, file, offset + (expert or 0) * size, size
+
+    def release(self, expert: int | None = None) -> None:
+        """Let the pages that reading brought into this process go; see `MappedFile.release`."""
+        for _, file, offset, n_bytes in self.ranges(expert):
+            file.release(offset, n_bytes)
 
     def read_file_order(self) -> np.ndarray:
         """As `read`, always a view, with the rows as the file has them."""
@@ -153,24 +176,48 @@ class Checkpoint:
         return range(self.spec.vocab_size if size is None else size, self.spec.vocab_size)
 
     def checksum(self) -> str:
-        """sha256 hex over names, shapes, formats and bytes of all tensors, by name; computed once.
+        """sha256 hex over names, shapes, formats and bytes of all tensors; computed once.
 
-        Equal for one file and for the same tensors in several. Reads every byte: about 1 s per GB.
+        Equal for one file and for the same tensors in several. Reads every byte: about 1 s per GB. Several ranks share
+        the work: `combine_digests` of what each finds.
         """
         return self._checksum
 
     @cached_property
     def _checksum(self) -> str:
-        digest = hashlib.sha256()
-        for name in sorted(self.tensors):
-            entry = self.tensors[name]
-            digest.update(f"{name}\n{entry.shape}\n{entry.format}\n{entry.permute_heads}\n".encode())
-            for suffix, part in sorted(entry.parts.items()):
-                digest.update(f"{suffix} {part.dtype} {part.shape}\n".encode())
-                digest.update(part.file.bytes_view(part.offset, part.n_bytes))
-            if not entry.parts:
-                digest.update(entry.file.bytes_view(entry.offset, entry.n_bytes))
-        return digest.hexdigest()
+        return combine_digests(self.digests())
+
+    def digests(self, shard: Shard | None = None) -> dict[str, str]:
+        """sha256 hex of every tensor (of stacked ones: of every expert's part) that a rank keeps, by name."""
+        digests: dict[str, str] = {}
+        for tensor in iter_tensors(self.spec):
+            family, entry = tensor.family, self.tensors[tensor.name]
+            mine = range(family.n_experts) if shard is None else shard.experts(family.n_experts)
+            if family.is_stacked:
+                digests |= {f"{tensor.name}[{expert}]": _digest(entry, expert) for expert in mine}
+            elif tensor.expert is None or tensor.expert in mine:
+                digests[tensor.name] = _digest(entry)
+        return digests
+
+
+def combine_digests(digests: Mapping[str, str]) -> str:
+    """The checksum of a checkpoint from `Checkpoint.digests` of all its tensors, whoever computed which."""
+    lines = (f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _digest(entry: TensorEntry, expert: int | None = None) -> str:
+    """sha256 hex over format, shape and bytes; leaves no page behind."""
+    stored = entry.stored
+    format_line = f"{stored.kind} {stored.group} {stored.act_order} {stored.gptq_v2}"
+    digest = hashlib.sha256(f"{entry.shape}\n{format_line}\n{entry.permute_heads}\n".encode())
+    for suffix, file, offset, n_bytes in entry.ranges(expert):
+        digest.update(f"{suffix} {n_bytes}\n".encode())
+        for begin in range(offset, offset + n_bytes, _CHUNK):
+            size = min(_CHUNK, offset + n_bytes - begin)
+            digest.update(file.bytes_view(begin, size))
+            file.release(begin, size)
+    return digest.hexdigest()
 
 
 def base_bytes(checkpoint: Checkpoint) -> int:

@@ -67,6 +67,17 @@ class MappedFile:
 
         return np.frombuffer(self.buffer, dtype=np.uint8, count=n_bytes, offset=offset)
 
+    def release(self, offset: int, n_bytes: int) -> None:
+        """Let the pages of one range go from this process; whoever reads them again gets them from the file.
+
+        A map's pages count as the process's memory once they were read. Nothing happens where the system has no such
+        advice.
+        """
+        advice = getattr(mmap, "MADV_DONTNEED", None)
+        if advice is not None and n_bytes:
+            begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.buffer.madvise(advice, begin, offset + n_bytes - begin)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read one JSON object; NaN, infinities, duplicate keys and deep nesting are `ModelError`s that name the file."""

@@ -1,42 +1,46 @@
-"""Streams a checkpoint, tensor by tensor, into packed matrices: nothing is held twice."""
+"""Streams a checkpoint, block by block, into packed matrices: nothing is held twice.
+
+Published formats stay as they are where kernels read them (`tithe.quant.kinds`); the rest is expanded, or quantized
+when the options ask for it. Linears that share an input become one matrix when their formats agree, else one each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.arch import Checkpoint, TensorEntry, TensorFormat, base_bytes
+from tithe.arch import Checkpoint, Shard, checkpoint_base, iter_held
 from tithe.errors import ModelError
 from tithe.models.decoder import Decoder, Layer
-from tithe.models.expert_adapter import EXPERT, expert_sites
-from tithe.models.expert_bank import ExpertBank, ExpertBlock
 from tithe.models.linear import Linear, Site, fuse
+from tithe.models.loader_experts import load_experts, vector
+from tithe.models.loader_pack import Packer
+from tithe.models.loader_rows import Piece, Rows, can_stack
 from tithe.models.options import ModelOptions
 from tithe.models.rope import rope_tables
-from tithe.models.routing import Router
-from tithe.quant import PackedMatrix, pack_dense, pack_int4, pack_int8
-from tithe.quant.grouped import GroupTable
-from tithe.quant.reference import dequantize, quantize_int4, quantize_int8
-from tithe.quant.repack import REPACKED, repack
+from tithe.quant import PackedMatrix
 
 
-def load_model(checkpoint: Checkpoint, options: ModelOptions) -> Decoder:
-    """Load a base. Raises `ModelError` for widths that cannot be packed or contexts beyond the model's."""
+def load_model(checkpoint: Checkpoint, options: ModelOptions, shard: Shard | None = None) -> Decoder:
+    """Load a base, or what one rank keeps of it: all but the routed experts of other ranks, whose bytes are not read.
+
+    A rank's `checksum` is empty, because nobody has read all: see `Checkpoint.digests`. Raises `ModelError` for widths
+    that cannot be packed, damaged tensors, or contexts beyond the model's.
+    """
     spec = checkpoint.spec
     if options.base_dtype == "fp32" and options.compute_dtype == "bf16":
         raise ModelError("model.compute_dtype bf16 would round an fp32 base: set model.base_dtype to bf16")
     if spec.head_dim % 16:
         raise ModelError(f"head_dim {spec.head_dim} is not a multiple of 16, which the attention kernels need")
-    loader = _Loader(checkpoint, options)
+    loader = _Loader(checkpoint, options, shard)
     layers = tuple(loader.layer(i) for i in range(spec.n_layers))
-    embedding = loader.matrix("model.embed_tokens")
-    head = embedding if spec.tie_word_embeddings else loader.matrix("lm_head")
+    embedding = loader.matrix("model.embed_tokens", is_linear=False)
+    head = embedding if spec.tie_word_embeddings else loader.matrix("lm_head", is_linear=False)
     positions = min(options.max_context, spec.max_position_embeddings)
     cos, sin = rope_tables(spec, checkpoint.config, positions)
+    held = iter_held(spec, checkpoint_base(checkpoint), shard or Shard(0, 1))
     return Decoder(
         spec=spec,
         options=options,
@@ -48,21 +52,20 @@ def load_model(checkpoint: Checkpoint, options: ModelOptions) -> Decoder:
         cos=cos,
         sin=sin,
         n_tokens=checkpoint.padded_vocab.start,
-        checksum=checkpoint.checksum(),
-        file_bytes=base_bytes(checkpoint),
-        base_max_abs_error=loader.max_abs_error,
+        checksum=checkpoint.checksum() if shard is None or shard.n_ranks == 1 else "",
+        file_bytes=sum(tensor.n_bytes for tensor in held),
+        base_max_abs_error=loader.packer.max_abs_error,
     )
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, options: ModelOptions) -> None:
-        self.checkpoint, self.options = checkpoint, options
-        self.max_abs_error = 0.0
+    def __init__(self, checkpoint: Checkpoint, options: ModelOptions, shard: Shard | None) -> None:
+        self.checkpoint, self.shard = checkpoint, shard
+        self.packer = Packer(options)
 
     def vector(self, name: str) -> Tensor:
         """A norm weight or bias as float32."""
-        entry = self.checkpoint.tensors[name]
-        return torch.from_numpy(dequantize(entry.read(), entry.format).reshape(-1).copy())
+        return vector(self.checkpoint, name)
 
     def optional(self, *names: str) -> Tensor | None:
         """Biases that exist together, concatenated; None when there are none."""
@@ -70,23 +73,24 @@ class _Loader:
             return None
         return torch.cat([self.vector(name) for name in names])
 
-    def matrix(self, *modules: str) -> PackedMatrix:
-        """One matrix of the stacked weights of modules that share a format."""
-        entries = [self.checkpoint.tensors[f"{m}.weight"] for m in modules]
-        packed = self._pack(entries, is_linear=modules[0] not in ("model.embed_tokens", "lm_head"))
-        return packed.dequantized() if self.options.compute == "dequantized" else packed
+    def piece(self, module: str) -> Piece:
+        """The stored weight of a module."""
+        return Piece(self.checkpoint.tensors[f"{module}.weight"])
+
+    def matrix(self, module: str, *, is_linear: bool = True) -> PackedMatrix:
+        """The weight of one module."""
+        return self.packer.matrix(Rows((self.piece(module),)), is_linear=is_linear)
 
     def linear(self, *modules: str) -> Linear:
         """A fused linear; one matrix when the formats agree, else one each."""
-        formats = {self.checkpoint.tensors[f"{m}.weight"].format for m in modules}
-        if len(formats) > 1:
+        pieces = tuple(self.piece(m) for m in modules)
+        if not can_stack(pieces):
             return fuse([(m, self.matrix(m)) for m in modules])
         sites, start = [], 0
-        for m in modules:
-            rows = self.checkpoint.tensors[f"{m}.weight"].shape[0]
-            sites.append(Site(m, start, start + rows))
-            start += rows
-        return Linear(tuple(sites), (self.matrix(*modules),))
+        for m, piece in zip(modules, pieces, strict=True):
+            sites.append(Site(m, start, start + piece.shape[0]))
+            start += piece.shape[0]
+        return Linear(tuple(sites), (self.packer.matrix(Rows(pieces)),))
 
     def layer(self, i: int) -> Layer:
         """Decoder block i."""
@@ -103,7 +107,8 @@ class _Loader:
             "k_norm": self.optional(f"{attention}.k_norm.weight"),
         }
         if i in spec.moe_layers:
-            return Layer(**common, gate_up=None, down=None, experts=self.experts(mlp))
+            experts = load_experts(self.checkpoint, i, self.packer, self.shard)
+            return Layer(**common, gate_up=None, down=None, experts=experts)
         return Layer(
             **common,
             gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
@@ -111,52 +116,3 @@ class _Loader:
             gate_up_bias=self.optional(f"{mlp}.gate_proj.bias", f"{mlp}.up_proj.bias"),
             down_bias=self.optional(f"{mlp}.down_proj.bias"),
         )
-
-    def experts(self, mlp: str) -> ExpertBlock:
-        """The expert block of a mixture layer."""
-        spec = self.checkpoint.spec
-        each = [f"{mlp}.experts.{e}" for e in range(spec.n_experts)]
-        gate_up = [self.matrix(f"{e}.gate_proj", f"{e}.up_proj") for e in each]
-        down = [self.matrix(f"{e}.down_proj") for e in each]
-        sites = expert_sites(f"{mlp}.experts.{EXPERT}", down[0].columns, spec.hidden_size)
-        bank = ExpertBank(GroupTable.of_matrices(gate_up), GroupTable.of_matrices(down), sites)
-        return ExpertBlock(Router.of(spec), self.matrix(f"{mlp}.gate"), bank)
-
-    def _pack(self, entries: Sequence[TensorEntry], *, is_linear: bool) -> PackedMatrix:
-        kind, rounded, columns = entries[0].format, self.options.rounded, entries[0].shape[1]
-        raw = [e.read() for e in entries]
-        rows = np.concatenate(raw) if len(raw) > 1 else raw[0]
-        if kind in REPACKED:
-            packed = repack(rows, kind, rounded=rounded)
-            self._note_error(packed, rows, kind)
-            return packed
-        exact = dequantize(rows, kind)
-        wanted = self.options.quantize if is_linear else "none"
-        if wanted == "none":
-            packed = pack_dense(torch.from_numpy(np.ascontiguousarray(exact)), rounded=rounded)
-        elif columns % 32:
-            raise ModelError(
-                f"{entries[0].name}: {columns} columns are no whole groups of 32; set model.quantize: none"
-            )
-        elif wanted == "int4":
-            g = quantize_int4(exact)
-            assert g.zero is not None
-            packed = pack_int4(g.q, g.scale, g.zero, rounded=rounded)
-        else:
-            g = quantize_int8(exact)
-            packed = pack_int8(g.q, g.scale, rounded=rounded)
-        self._note_error(packed, rows, kind)
-        return packed
-
-    def _note_error(self, packed: PackedMatrix, raw: np.ndarray, kind: TensorFormat) -> None:
-        """Keep max |W̃ − file|. Rounding is relative, so a bound from the largest scale lets most matrices be
-        skipped."""
-        if packed.scale is not None:
-            zero = 0.0 if packed.zero is None else float(packed.zero.abs().max())
-            largest = float(packed.scale.abs().max()) * (15 if packed.zero is not None else 128) + zero
-            bound = largest * 2.0**-8 if packed.rounded else largest * 2.0**-23
-            if kind.is_quantized and bound <= self.max_abs_error:
-                return
-        values = dequantize(raw, kind)
-        difference = np.abs(packed.expand(torch.float32).numpy() - values)
-        self.max_abs_error = max(self.max_abs_error, float(difference.max()))

@@ -147,6 +147,9 @@ def test_unusable_configs_name_the_key(changes: dict[str, Any], message: str) ->
         spec_of(**changes)
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -155,7 +158,13 @@ def test_unusable_configs_name_the_key(changes: dict[str, Any], message: str) ->
         ({"layer_types": ["full_attention", "sliding_attention"] * 14}, "layer_types: 14 of 28"),
         ({"model_type": "mistral"}, "sliding_window: 28 of 28 layers see 4096 tokens.*to null"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*model.quantize"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'.*does not read"),
+        ({"quantization_config": GPTQ | {"desc_act": True}}, "desc_act.*not run; use a release with desc_act: false"),
+        ({"quantization_config": GPTQ | {"group_size": 16}}, "group_size 16.*multiples of 32"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            r"size \[64, 64",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 64 of 128 dimensions"),
     ],
 )
