@@ -176,6 +176,7 @@ class Bench:
             finish=completion.finish,
             text=text,
             reward=float(len(text) % 2),
+            experts=completion.experts,
         )
 
 

@@ -171,14 +171,6 @@ def test_models_that_cannot_be_used(refused, files, tmp_path) -> None:
     assert "run.device" in refused("train", files.yaml, "run.device=cuda", out)
 
 
-def test_a_mixture_of_experts_is_refused_for_training_before_it_is_loaded(refused, files, tmp_path) -> None:
-    path = build_hf(tmp_path / "moe", "qwen3_moe")
-    for command in ("train", "eval", "parity"):
-        said = refused(command, files.yaml, f"model.path={path}", "run.dir=out")
-        assert "mixture-of-experts" in said
-        assert "model.path" in said
-
-
 def test_memory_that_cannot_hold_one_sequence_is_refused_with_the_key(refused, files, tmp_path) -> None:
     path = build_hf(tmp_path / "long", "llama", max_position_embeddings=65536)
     sizes = ("model.max_context=60000", "rollout.max_new_tokens=30000", "engine.kv_memory_mib=1")

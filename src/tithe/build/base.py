@@ -11,7 +11,7 @@ import torch
 
 from tithe.arch import Checkpoint, find_demo_model, read_checkpoint
 from tithe.config import RunConfig
-from tithe.errors import ConfigError, ModelError
+from tithe.errors import ConfigError
 from tithe.models import Decoder, Lane, ModelOptions, choose, load_model
 from tithe.renderers import ChatRenderer, load_renderer
 from tithe.utils.memory import release_unused
@@ -42,11 +42,6 @@ def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
     torch.set_num_threads(1)  # in this thread; the lane alone computes with more (see `quant.set_threads`)
     path = Path(cfg.model.path) if cfg.model.path is not None else find_demo_model()
     checkpoint = read_checkpoint(path)
-    if checkpoint.spec.is_moe:
-        raise ModelError(
-            f"{path} is a mixture-of-experts model ({checkpoint.spec.architecture}): this version computes its forward "
-            "but trains no adapters on it; set model.path to a dense Llama, Qwen2 or Qwen3 checkpoint"
-        )
     options = _options(cfg, checkpoint)
     lane = Lane(threads=cfg.run.threads or len(os.sched_getaffinity(0))).start()
     try:

@@ -78,7 +78,7 @@ class Publisher:
             numeric_mode=base.decoder.options.numeric_mode,
             probe=probe,
         )
-        return self._channel.publish(version, tensors, fields), logp
+        return self._channel.publish(version, self._session.published_tensors(), fields), logp
 
 
 class Evaluator:

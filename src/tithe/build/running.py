@@ -182,7 +182,7 @@ def _save_final_adapter(session: Session, run_dir: Path) -> None:
     target = run_dir / "adapter"
     if target.exists():
         remove_directory(target)
-    save_adapter(target, session.trainer.adapter_tensors(), session.trainer.spec)
+    save_adapter(target, session.published_tensors(), session.trainer.spec)
     write_origin(target, session.base.decoder)
 
 

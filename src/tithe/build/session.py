@@ -19,7 +19,7 @@ from tithe.envs import EncodedPrompts, SingleTurnEnv, Task, encode_prompts, load
 from tithe.errors import AdapterError, ConfigError
 from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
 from tithe.losses import Aggregation, LossSettings
-from tithe.models import PAGE, KVPages
+from tithe.models import PAGE, KVPages, share_outer, split_experts, stack_experts
 from tithe.orchestration import Player, generate_with
 from tithe.rewards import RewardPool, build_reward
 from tithe.trainer import Trainer, TrainerSettings
@@ -55,6 +55,11 @@ class Session:
         """Held-out questions that fit."""
         held_out = {item.id for item in self.task.eval}
         return tuple(item for item in self.prompts.items if item.id in held_out)
+
+    def published_tensors(self) -> Mapping[str, Tensor]:
+        """The trainer's adapter as it is published: experts one by one, what they share under every number. No copies
+        of what is not shared."""
+        return split_experts(self.trainer.adapter_tensors(), repeat=self.base.decoder.n_experts)
 
     def close(self) -> None:
         """End workers and lane; a second call does nothing."""
@@ -170,6 +175,7 @@ def _adapter(cfg: RunConfig, base: Base, given: Path | None) -> tuple[LoraSpec, 
     directory = given if given is not None else (Path(cfg.lora.init_from) if cfg.lora.init_from else None)
     if directory is not None:
         tensors, spec = load_adapter(directory, shapes)
+        tensors = stack_experts(tensors, share=cfg.lora.expert_layout == "shared_outer")
         problem = origin_problem(directory, base.decoder)
         if problem is not None and given is not None:
             raise AdapterError(f"{directory} cannot be served here: {problem}")
@@ -182,7 +188,8 @@ def _adapter(cfg: RunConfig, base: Base, given: Path | None) -> tuple[LoraSpec, 
     targets = resolve_targets(requested if isinstance(requested, str) else list(requested), shapes)
     modules = tuple(dict.fromkeys(t.rpartition(".")[2] for t in targets))
     spec = LoraSpec(cfg.lora.r, cfg.lora.alpha, cfg.lora.dropout, modules)
-    return spec, init_tensors(spec, shapes, cfg.run.seed)
+    fresh = stack_experts(init_tensors(spec, shapes, cfg.run.seed))
+    return spec, share_outer(fresh) if cfg.lora.expert_layout == "shared_outer" else fresh
 
 
 def _engine(cfg: RunConfig, base: Base) -> SharedEngine:
@@ -210,5 +217,6 @@ def _engine(cfg: RunConfig, base: Base) -> SharedEngine:
         prefill_tokens=e.prefill_tokens_per_tick,
         max_live_versions=e.max_live_versions,
         on_publish=cfg.rollout.on_publish,
+        record_experts=cfg.rl.router_replay,
         decode=base.renderer.decode,
     )

@@ -69,6 +69,11 @@ class LoraSettings(Section):
     """Linears that get an adapter, by the last part of their name (`q_proj`), or `all-linear` for every linear of the
     blocks. A name that the model lacks is an error with the near names."""
 
+    expert_layout: Literal["per_expert", "shared_outer"] = "per_expert"
+    """In a mixture of experts: `per_expert` gives every expert its own pair of matrices; with `shared_outer` all
+    experts of a layer share those at the model's width (A of gate and up, B of down), most of the adapter's size. To
+    adapt attention alone, leave the experts' linears out of `target_modules`."""
+
     init_from: LocalPath | None = None
     """Folder of an adapter in PEFT format to start from (for instance `RUN_DIR/adapter`). Its own rank, alpha and
     targets then count, not `r`, `alpha` and `target_modules`. `null` starts from no change (B = 0)."""
@@ -185,6 +190,11 @@ class RlSettings(Section):
     )
     """Rollouts that may wait in the pool, finished or being drawn, untrained. A multiple of `samples_per_prompt` and
     at least one batch. The sampler pauses when it is full."""
+
+    router_replay: bool = True
+    """In a mixture of experts: record the experts that every token took while it was sampled, and take the same ones in
+    training, so that the ratio compares policies and not routings. 2 bytes a token, mixture layer and chosen expert in
+    the pool. The metric `router_agreement` says how many choices the trained policy would have made anyhow."""
 
     micro_batch_tokens: int = Field(default=640, ge=16)
     """Token rows per forward and backward, prompts counted once per group. Fewer saves memory; the gradient stays the

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tithe.engines.sequences import LiveVersion
 from tithe.models import ForwardPlan, Segment
+from tithe.types import ExpertArray
 
 Owner = TypeVar("Owner")
 
@@ -26,11 +27,18 @@ class Work(Generic[Owner]):
     tokens: list[int]
 
 
-def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[tuple[Work[Owner], Tensor]]:
-    """Compute all rows; returns each work with its residual rows [n, H] (a view valid until the next run).
+@dataclass(frozen=True, eq=False)
+class Computed(Generic[Owner]):
+    """A piece of work done: residual rows x [n, H] (a view valid until the next run), and the experts that the rows
+    took [n, L, k] (None in a dense model)."""
 
-    Rows of one version are put side by side, in the order given.
-    """
+    work: Work[Owner]
+    x: Tensor
+    experts: ExpertArray | None
+
+
+def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[Computed[Owner]]:
+    """Compute all rows. Rows of one version are put side by side, in the order given."""
     names = list(dict.fromkeys(w.version.name for w in work))
     ordered = sorted(work, key=lambda w: names.index(w.version.name))
     lengths = np.array([len(w.tokens) for w in ordered])
@@ -49,7 +57,12 @@ def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[tuple[Work[Owne
         segments.append((at, at + rows, model))
         at += rows
     x = plan.run(torch.from_numpy(ids), segments)
-    return [(w, x[int(s) : int(s + n)]) for w, s, n in zip(ordered, start, lengths, strict=True)]
+    chosen = plan.chosen(total).numpy().astype(np.uint16).transpose(1, 0, 2) if plan.is_mixture else None
+    parts = [slice(int(s), int(s + n)) for s, n in zip(start, lengths, strict=True)]
+    return [
+        Computed(w, x[part], None if chosen is None else chosen[part].copy())
+        for w, part in zip(ordered, parts, strict=True)
+    ]
 
 
 def write_table(plan: ForwardPlan, slot: int, pages: list[int]) -> None:

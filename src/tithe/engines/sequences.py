@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from tithe.models import ModelAdapter
-from tithe.types import Completion, FinishReason, GenerateRequest
+from tithe.types import Completion, ExpertArray, FinishReason, GenerateRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,8 @@ class Prompt:
     computed: int = 0
     last_x: Tensor | None = None
     users: int = 0
+    experts: list[ExpertArray] = field(default_factory=list)
+    """What its rows took, a piece a prefill."""
 
     @property
     def ready(self) -> bool:
@@ -75,6 +77,8 @@ class Running:
     logp: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)
     serials: list[int] = field(default_factory=list)
+    experts: list[ExpertArray] = field(default_factory=list)
+    """What the rows behind the prompt took, under the version that computed them last."""
 
     @property
     def length(self) -> int:
@@ -87,11 +91,19 @@ class Running:
 
     def completion(self, finish: FinishReason) -> Completion:
         """The answer."""
-        return completion(self.tokens, self.logp, self.behaviour, self.serials, finish)
+        experts = np.concatenate([*self.prompt.experts, *self.experts]) if self.prompt.experts else None
+        if experts is not None and len(experts) != self.length - 1:
+            experts = None  # cancelled before its positions were computed
+        return completion(self.tokens, self.logp, self.behaviour, self.serials, finish, experts)
 
 
 def completion(
-    tokens: list[int], logp: list[float], behaviour: list[float], serials: list[int], finish: FinishReason
+    tokens: list[int],
+    logp: list[float],
+    behaviour: list[float],
+    serials: list[int],
+    finish: FinishReason,
+    experts: ExpertArray | None = None,
 ) -> Completion:
     """A `Completion` from lists of one length."""
     return Completion(
@@ -100,6 +112,7 @@ def completion(
         np.array(behaviour, np.float32),
         np.array(serials, np.int32),
         finish,
+        experts=experts,
     )
 
 

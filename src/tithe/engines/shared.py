@@ -35,7 +35,8 @@ class SharedEngine:
     requests are touched on the lane only.
 
     `on_publish` says what happens to requests without an adapter's name when another version is served: `finish` keeps
-    the version they began with, `recompute` rebuilds their keys and values, `keep` continues over the old ones.
+    the version they began with, `recompute` rebuilds their keys and values, `keep` continues over the old ones. A
+    mixture's completions carry the experts that every position took, for training to replay, if `record_experts`.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class SharedEngine:
         prefill_tokens: int = 512,
         max_live_versions: int = 4,
         on_publish: OnPublish = "finish",
+        record_experts: bool = True,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.decoder, self.lane, self.on_publish = decoder, lane, on_publish
+        self._record_experts = record_experts
         self._decode, self._max_live, self._max_running = decode, max_live_versions, max_running
         operand = decoder.options.operand_dtype
         most = 2 * max_running * -(-decoder.max_context // PAGE)
@@ -249,6 +252,7 @@ class SharedEngine:
             self._cache.release(seq.prompt, seq.own)
             seq.version, seq.computed = version, 0
             seq.prompt, seq.own = got
+            seq.experts.clear()
 
     def _forget_unused(self) -> None:
         """On the lane: let go of dropped versions whose last request has ended."""
@@ -331,11 +335,13 @@ class SharedEngine:
             room -= len(tokens)
         if not work:
             return 0
-        for done, rows in run_rows(self._plan, work):
-            prompt = done.owner
-            prompt.computed += len(done.tokens)
+        for done in run_rows(self._plan, work):
+            prompt = done.work.owner
+            prompt.computed += len(done.work.tokens)
+            if done.experts is not None and self._record_experts:
+                prompt.experts.append(done.experts)
             if prompt.computed == len(prompt.tokens):
-                prompt.last_x = rows[-1].clone()
+                prompt.last_x = done.x[-1].clone()
         return self._prefill_tokens - room
 
     def _decode_step(self) -> int:
@@ -359,12 +365,14 @@ class SharedEngine:
                 ready.append(seq)
                 first_rows.append(seq.prompt.last_x)
         rows = list(first_rows)
-        for done, computed in run_rows(self._plan, work) if work else ():
-            seq = done.owner
-            seq.computed += len(done.tokens)
+        for done in run_rows(self._plan, work) if work else ():
+            seq = done.work.owner
+            seq.computed += len(done.work.tokens)
+            if done.experts is not None and self._record_experts:
+                seq.experts.append(done.experts)
             if seq.computed == seq.length:
                 ready.append(seq)
-                rows.append(computed[-1])
+                rows.append(done.x[-1])
         if ready:
             self._draw(ready, torch.stack(rows))
         return len(ready)
@@ -452,7 +460,7 @@ class SharedEngine:
             for i in range(0, len(target) - 1, self._rows):
                 tokens = list(target[i : min(i + self._rows, len(target) - 1)])
                 work = [Work(entry, version, self._score_slot, len(prompt) + i, tokens)]
-                rows.append(run_rows(self._plan, work)[0][1].clone())
+                rows.append(run_rows(self._plan, work)[0].x.clone())
             logp, _ = self._head.score(torch.cat(rows), np.array(target), np.ones(len(target), np.float32))
         finally:
             self._cache.release(entry, own)

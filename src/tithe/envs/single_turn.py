@@ -72,4 +72,5 @@ def _rollout(
         reward=result.value,
         reward_parts=result.record(),
         failure=failure,
+        experts=completion.experts,
     )

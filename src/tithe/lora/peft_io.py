@@ -93,7 +93,12 @@ def write_adapter_files(
     _check_coverage(spec.target_modules, modules, "adapter to save")
     config = json.dumps(_config_of(spec, modules, base_model), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_bytes(config.encode())
-    on_disk = {name: t.detach().to("cpu", torch.float32).contiguous() for name, t in tensors.items()}
+    on_disk: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, t in tensors.items():
+        own = t.detach().to("cpu", torch.float32).contiguous()
+        on_disk[name] = own.clone() if own.data_ptr() in seen else own  # the format has no two names for one tensor
+        seen.add(own.data_ptr())
     save_tensors(on_disk, folder / TENSOR_FILE, metadata={"format": "pt"})
 
 

@@ -52,6 +52,7 @@ METRICS: dict[str, MetricInfo] = {
     "entropy": MetricInfo("Entropy", "nats/token"),
     "clip_frac": MetricInfo("Clipped tokens", "fraction"),
     "loss": MetricInfo("Loss"),
+    "router_agreement": MetricInfo("Experts chosen as while sampling", "fraction"),
     "grad_norm": MetricInfo("Gradient norm"),
     "lr": MetricInfo("Learning rate"),
     "skipped": MetricInfo("Skipped steps"),

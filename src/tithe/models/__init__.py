@@ -3,7 +3,7 @@ the lane."""
 
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
-from tithe.models.expert_adapter import split_experts, stack_experts
+from tithe.models.expert_adapter import share_outer, split_experts, stack_experts
 from tithe.models.forward import ForwardPlan, Segment
 from tithe.models.head import CHUNK_ROWS, Drawn, Draws, Head, ScoredRows, score_with_gradient
 from tithe.models.kv import PAGE, KVPages, PageAllocator
@@ -11,6 +11,7 @@ from tithe.models.lane import Lane, Ticker
 from tithe.models.layout import PageLayout, page_layout
 from tithe.models.loader import load_model
 from tithe.models.options import ModelOptions
+from tithe.models.routing import check_replay
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
 from tithe.models.training import Capacity, TrainPass, norm_backward
 
@@ -36,11 +37,13 @@ __all__ = [
     "TrainAdapter",
     "TrainPass",
     "Tuning",
+    "check_replay",
     "choose",
     "load_model",
     "norm_backward",
     "page_layout",
     "score_with_gradient",
+    "share_outer",
     "split_experts",
     "stack_experts",
 ]

@@ -66,7 +66,8 @@ def _with(options: ModelOptions, storage: str, dtype: str) -> ModelOptions:
 def _sample(checkpoint: Checkpoint, options: ModelOptions) -> PackedMatrix:
     """A random matrix of the MLP's shape in the checkpoint's own storage."""
     spec = checkpoint.spec
-    rows, columns = min(2 * spec.intermediate_size, 8192), spec.hidden_size - spec.hidden_size % 32
+    width = spec.intermediate_size or spec.moe_intermediate_size
+    rows, columns = min(2 * width, 8192), spec.hidden_size - spec.hidden_size % 32
     rng = np.random.default_rng(0)
     kind = checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"].format
     if columns and (kind in (TensorFormat.Q4_0, TensorFormat.Q4_1) or options.quantize == "int4"):

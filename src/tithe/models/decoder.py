@@ -101,6 +101,11 @@ class Decoder:
         """The expert blocks of mixture layers, in order."""
         return [layer.experts for layer in self.layers if layer.experts is not None]
 
+    @property
+    def n_experts(self) -> int:
+        """Routed experts of a mixture layer; 0 in a dense model."""
+        return max((block.router.n_experts for block in self.blocks()), default=0)
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Module path → (out, in) of every adaptable linear, experts one by one."""
         shapes: dict[str, tuple[int, int]] = {}
@@ -124,8 +129,11 @@ class Decoder:
         return sum(storages.values())
 
     def build_adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec) -> ModelAdapter:
-        """Kernel layout of an adapter in the published cast; `AdapterError` names tensors that fit no linear."""
-        tensors = stack_experts(tensors)
+        """Kernel layout of an adapter in the published cast; `AdapterError` names tensors that fit no linear.
+
+        Experts may come one by one, as published, or stacked, as trained.
+        """
+        tensors = stack_experts(tensors, share=True)
         known = {EXPERT_NUMBER.sub(".experts.", module) for module in self.linear_shapes()}
         unknown = sorted({name for name in tensors if _unnumbered(module_of(name)) not in known})
         if unknown:

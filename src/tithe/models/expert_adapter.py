@@ -281,6 +281,16 @@ def _shared_blocks(stacked: Mapping[str, Tensor]) -> set[str]:
     return {block for block, told in equal.items() if told and all(told)}
 
 
+def share_outer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stacked tensors in the layout `shared_outer`: of the outer matrices the first expert's is everyone's."""
+    return {
+        name.replace(f"{EXPERT}.", "") if EXPERT in name and _is_outer(name) else name: (
+            tensor[0].clone() if EXPERT in name and _is_outer(name) else tensor
+        )
+        for name, tensor in tensors.items()
+    }
+
+
 def _is_outer(name: str) -> bool:
     """A of gate and up, B of down."""
     is_down = re.search(r"\.(down_proj|w2)\.lora_", name) is not None

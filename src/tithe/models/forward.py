@@ -340,6 +340,11 @@ class ForwardPlan:
                 elif not isinstance(step, CopyStep):
                     set_product_rows(step.args, n)
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether any layer has experts."""
+        return self.workspace is not None
+
     def chosen(self, n: int) -> Tensor:
         """Expert ids int32 [mixture layers, n, k] that the first n rows took: what a later pass can replay."""
         return torch.stack([plan.routed.ids[:n] for plan in self.experts if plan is not None])

@@ -51,6 +51,8 @@ class MicroBatch:
     seq_index       int64 [N]  which sequence of this micro-batch the target belongs to, non-decreasing
     seq_group       int32 [Q]  index of the sequence's group in `TrainingBatch.groups`
     seq_rollout     int32 [Q]  index of the sequence in its group's `rollouts`
+    experts         int32      [R, L, k]: the experts that the sampler took at each row, -1 where that is not known;
+                               None when no rollout has any
     =============== ========== ====================================================================================
 
     Two rollouts [7, 8, 2] and [9] of the prompt [4, 5]:
@@ -85,6 +87,7 @@ class MicroBatch:
     seq_index: Int64Array
     seq_group: Int32Array
     seq_rollout: Int32Array
+    experts: Int32Array | None = None
 
     @property
     def n_seqs(self) -> int:
@@ -147,7 +150,31 @@ def lay_out(batch: TrainingBatch, members: Sequence[tuple[int, int]]) -> MicroBa
         seq_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths_Q),
         seq_group=np.array([g for g, _ in members], np.int32),
         seq_rollout=np.array([r for _, r in members], np.int32),
+        experts=_experts(batch, members, seg_start, seg_len),
     )
+
+
+def _experts(
+    batch: TrainingBatch, members: Sequence[tuple[int, int]], seg_start: Int64Array, seg_len: Int64Array
+) -> Int32Array | None:
+    """The rows' experts as the sampler took them. A prompt's rows take those of its first rollout here."""
+    shapes = {r.experts.shape[1:] for g, i in members if (r := batch.groups[g].rollouts[i]).experts is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"rollouts of one batch come from models of different experts: {sorted(shapes)}")
+    rows = np.full((int(seg_len.sum()), *shapes.pop()), -1, np.int32)
+    segment = 0
+    for i, (g, r) in enumerate(members):
+        found, prompt = batch.groups[g].rollouts[r].experts, len(batch.groups[g].prompt_ids)
+        if i == 0 or members[i - 1][0] != g:
+            if found is not None:
+                rows[seg_start[segment] : seg_start[segment] + prompt] = found[:prompt]
+            segment += 1
+        if found is not None:
+            rows[seg_start[segment] : seg_start[segment] + seg_len[segment]] = found[prompt:]
+        segment += 1
+    return rows
 
 
 def pad_rows(micro: MicroBatch, multiple: int, token_id: int = 0) -> MicroBatch:
@@ -163,10 +190,12 @@ def pad_rows(micro: MicroBatch, multiple: int, token_id: int = 0) -> MicroBatch:
     extra = n_padding(len(micro.input_ids), multiple)
     if extra == 0:
         return micro
+    unknown = ((0, extra), (0, 0), (0, 0))
     return replace(
         micro,
         input_ids=np.concatenate([micro.input_ids, np.full(extra, token_id, np.int64)]),
         positions=np.concatenate([micro.positions, np.zeros(extra, np.int32)]),
+        experts=None if micro.experts is None else np.pad(micro.experts, unknown, constant_values=-1),
     )
 
 

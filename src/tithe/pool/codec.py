@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tithe.errors import Failure, FailureCause, PoolError
-from tithe.types import FinishReason, Rollout, RolloutGroup
+from tithe.types import ExpertArray, FinishReason, Rollout, RolloutGroup
 
 ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "token_ids": np.dtype("<i4"),
@@ -23,6 +23,7 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
 """Array columns of the table `rollout`, each of shape [T]."""
 
 PROMPT_DTYPE = np.dtype("<i4")
+_EXPERT_DTYPE = np.dtype("<u2")
 
 ROLLOUT_COLUMNS = (
     "group_id",
@@ -38,6 +39,7 @@ ROLLOUT_COLUMNS = (
     "temperature",
     "text",
     *ARRAY_DTYPES,
+    "experts",
 )
 
 
@@ -53,6 +55,11 @@ def check_group(group: RolloutGroup) -> None:
         lengths = {name: np.shape(getattr(rollout, name)) for name in ARRAY_DTYPES}
         if len(set(lengths.values())) != 1 or len(lengths["token_ids"]) != 1:
             raise PoolError(f"{where}, sample {rollout.sample}: arrays differ in shape: {lengths}")
+        positions = len(group.prompt_ids) + len(rollout.token_ids) - 1
+        if rollout.experts is not None and (rollout.experts.ndim != 3 or len(rollout.experts) != positions):
+            raise PoolError(
+                f"{where}, sample {rollout.sample}: experts of shape {rollout.experts.shape}, not [{positions}, L, k]"
+            )
         numbers = [*rollout.reward_parts.values(), *([] if rollout.reward is None else [rollout.reward])]
         if not all(math.isfinite(number) for number in numbers):
             raise PoolError(f"{where}, sample {rollout.sample}: reward {rollout.reward} or a part of it is not finite")
@@ -75,6 +82,7 @@ def rollout_row(group_id: int, rollout: Rollout) -> tuple[Any, ...]:
         float(rollout.temperature),
         rollout.text,
         *(encode_array(getattr(rollout, name), dtype) for name, dtype in ARRAY_DTYPES.items()),
+        _encode_experts(rollout.experts),
     )
 
 
@@ -107,7 +115,22 @@ def _read_rollout(row: sqlite3.Row) -> Rollout:
         reward=row["reward"],
         reward_parts=json.loads(row["reward_parts"]),
         failure=None if cause is None else Failure(FailureCause(cause), row["reason"] or ""),
+        experts=_decode_experts(row["experts"]),
     )
+
+
+def _encode_experts(experts: ExpertArray | None) -> bytes | None:
+    """uint16: L, k, then [P + T - 1, L, k]."""
+    if experts is None:
+        return None
+    return np.array(experts.shape[1:], _EXPERT_DTYPE).tobytes() + experts.astype(_EXPERT_DTYPE).tobytes()
+
+
+def _decode_experts(data: bytes | None) -> ExpertArray | None:
+    if data is None:
+        return None
+    layers, k = (int(x) for x in np.frombuffer(data, _EXPERT_DTYPE, 2))
+    return np.frombuffer(data, _EXPERT_DTYPE, offset=4).reshape(-1, layers, k).astype(np.uint16)
 
 
 def encode_array(array: NDArray[Any], dtype: np.dtype[Any]) -> bytes:

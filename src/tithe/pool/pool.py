@@ -332,7 +332,7 @@ class Pool:
         with self._store.transaction() as db:
             oldest = db.execute("SELECT COALESCE(MIN(serial), 0) FROM checkpoint").fetchone()[0]
             last = min(db.execute("SELECT serial FROM pool_state").fetchone()[0] - keep_batches, oldest)
-            strip = ", ".join(f"{name} = NULL" for name in ARRAY_DTYPES)
+            strip = ", ".join(f"{name} = NULL" for name in (*ARRAY_DTYPES, "experts"))
             where = "(state = 'dropped' OR state = 'trained' AND batch_serial <= ?) AND prompt_tokens IS NOT NULL"
             in_groups = f"group_id IN (SELECT group_id FROM rollout_group WHERE {where})"  # noqa: S608 - own names
             db.execute(f"UPDATE rollout SET {strip} WHERE {in_groups}", (last,))  # noqa: S608

@@ -2,7 +2,8 @@
 
 Arrays are BLOBs, little-endian, one dtype per column (see `codec`):
 `rollout_group.prompt_tokens` int32 [P]; `rollout.token_ids` int32 [T], `loss_mask` uint8 [T], `logp` and
-`logp_behaviour` float32 [T], `serials` int32 [T]. They are NULL once a trained group is pruned; text and rewards stay.
+`logp_behaviour` float32 [T], `serials` int32 [T]; `experts` uint16, L and k and then [P + T - 1, L, k] (NULL where none
+were recorded). All are NULL once a trained group is pruned; text and rewards stay.
 
 The views `groups` and `rollouts` leave the arrays out:
 `SELECT text, reward, reward_parts FROM rollouts WHERE state = 'trained' ORDER BY reward`.
@@ -11,7 +12,7 @@ The views `groups` and `rollouts` leave the arrays out:
 from __future__ import annotations
 
 APPLICATION_ID = 0x54495448  # "TITH", shown by file(1)
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 DDL = """
 CREATE TABLE pool_state (
@@ -63,6 +64,7 @@ CREATE TABLE rollout (
     logp            BLOB,
     logp_behaviour  BLOB,
     serials         BLOB,
+    experts         BLOB,
     PRIMARY KEY (group_id, sample)
 );
 CREATE TABLE put_back (

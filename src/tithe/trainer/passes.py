@@ -18,6 +18,7 @@ from tithe.models import (
     ScoredRows,
     TrainAdapter,
     TrainPass,
+    check_replay,
     norm_backward,
     page_layout,
     score_with_gradient,
@@ -41,6 +42,14 @@ class Passes:
         self._widths, self._checkpointing, self._dropout = widths, checkpointing, dropout
         self.head = Head(decoder, chunk_rows)
         self._pass: TrainPass | None = None
+        self.agreeing, self.replayed = 0, 0
+        """Replayed choices of experts that the policy would have made anyhow, and all replayed ones."""
+
+    def take_agreement(self) -> float | None:
+        """The share of replayed choices that the policy would have made anyhow, since the last call; None for none."""
+        share = self.agreeing / self.replayed if self.replayed else None
+        self.agreeing, self.replayed = 0, 0
+        return share
 
     def _ensure(self, micro: MicroBatch, layout: PageLayout) -> TrainPass:
         need = Capacity(len(micro.input_ids), layout.sequences, layout.pages, layout.positions)
@@ -53,8 +62,11 @@ class Passes:
         return self._pass
 
     def score(self, micro: MicroBatch, adapter: TrainAdapter | None) -> np.ndarray:
-        """log-probs [N] of a micro-batch's targets at their temperatures, nothing kept, dropout off."""
-        _, x = self._forward(micro, adapter, keep=False, dropout_seed=None)
+        """log-probs [N] of a micro-batch's targets at their temperatures, nothing kept, dropout off.
+
+        A policy that did not sample (a reference: no adapter) chooses its experts itself.
+        """
+        _, x = self._forward(micro, adapter, keep=False, dropout_seed=None, replaying=adapter is not None)
         logp, _ = self.head.score(x[torch.from_numpy(micro.target_rows)], micro.target_ids, micro.temperature)
         return logp
 
@@ -62,7 +74,7 @@ class Passes:
         self, micro: MicroBatch, adapter: TrainAdapter, *, dropout_seed: int | None, entropy_gradient: bool
     ) -> tuple[ScoredRows, Tensor]:
         """Scored targets with derivatives, and their residual rows x [N, H]; `backward` must follow."""
-        _, x = self._forward(micro, adapter, keep=True, dropout_seed=dropout_seed)
+        _, x = self._forward(micro, adapter, keep=True, dropout_seed=dropout_seed, replaying=True)
         rows = x[torch.from_numpy(micro.target_rows)]
         scored = score_with_gradient(
             self.head, rows, micro.target_ids, micro.temperature, entropy_gradient=entropy_gradient
@@ -81,14 +93,25 @@ class Passes:
         train.backward(dx, grads)
 
     def _forward(
-        self, micro: MicroBatch, adapter: TrainAdapter | None, *, keep: bool, dropout_seed: int | None
+        self, micro: MicroBatch, adapter: TrainAdapter | None, *, keep: bool, dropout_seed: int | None, replaying: bool
     ) -> tuple[TrainPass, Tensor]:
         layout = page_layout(micro)
         train = self._ensure(micro, layout)
         if train.dropout is not None:
             train.dropout.enabled = dropout_seed is not None
             train.dropout.seed = dropout_seed or 0
-        return train, train.forward(micro.input_ids, layout, adapter, keep=keep)
+        replay = None
+        if micro.experts is not None and replaying:
+            routers = [block.router for block in self.decoder.blocks()]
+            replay = [
+                check_replay(router, torch.from_numpy(np.ascontiguousarray(micro.experts[:, i])), len(micro.input_ids))
+                for i, router in enumerate(routers)
+            ]
+        x = train.forward(micro.input_ids, layout, adapter, keep=keep, replay=replay)
+        if replay is not None:
+            agreeing, replayed = train.plan.agreed(len(micro.input_ids))
+            self.agreeing, self.replayed = self.agreeing + agreeing, self.replayed + replayed
+        return train, x
 
     def release(self) -> None:
         """Let the buffers go until they are needed again: what is saved for a backward is most of a step's memory."""

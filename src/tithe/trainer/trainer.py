@@ -154,6 +154,9 @@ class Trainer:
         metrics = {"loss": self._loss, "grad_norm": norm, "lr": rate, "train_compute_s": self._train_s}
         if self._metrics:
             metrics.update(summarize(self._metrics))
+        agreement = self.passes.take_agreement()
+        if agreement is not None:
+            metrics["router_agreement"] = agreement
         if finite and self._metrics:
             scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
             for name, master in self._masters.items():

@@ -2,6 +2,7 @@
 
 from tithe.types.carriers import (
     Completion,
+    ExpertArray,
     FinishReason,
     GenerateRequest,
     PolicyVersion,
@@ -16,6 +17,7 @@ from tithe.types.protocols import Env, GenerateFn, MetricSink, RewardFn, Rollout
 __all__ = [
     "Completion",
     "Env",
+    "ExpertArray",
     "FinishReason",
     "GenerateFn",
     "GenerateRequest",

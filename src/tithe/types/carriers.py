@@ -18,6 +18,7 @@ from tithe.errors import Failure
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+ExpertArray = NDArray[np.uint16]
 
 
 @dataclass(frozen=True, order=True)
@@ -100,6 +101,9 @@ class Completion:
     serials: IntArray
     finish: FinishReason
     kept_set: Any = None  # reserved: the token ids that top-k / top-p kept
+    experts: ExpertArray | None = None
+    """[P + T - 1, L, k]: the experts that each computed position took in the L mixture layers (the last token is only
+    drawn, never computed); None where nothing was recorded."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class Rollout:
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     failure: Failure | None = None
+    experts: ExpertArray | None = None
+    """As `Completion.experts`: what training replays."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 from collections import Counter
 from dataclasses import fields
@@ -145,8 +146,8 @@ def test_equal_batches_give_equal_plans(batch: TrainingBatch, budget: int) -> No
 
 
 def test_dtypes_are_the_documented_ones() -> None:
-    batch = make_batch([([1, 2], [make_rollout(0, [3, 4])])], frozenset())
-    (micro,) = plan_micro_batches(batch, 100)
+    sampled = dataclasses.replace(make_rollout(0, [3, 4]), experts=np.zeros((3, 2, 1), np.uint16))
+    (micro,) = plan_micro_batches(make_batch([([1, 2], [sampled])], frozenset()), 100)
     assert {field.name: str(getattr(micro, field.name).dtype) for field in fields(MicroBatch)} == {
         "input_ids": "int64",
         "positions": "int32",
@@ -162,6 +163,7 @@ def test_dtypes_are_the_documented_ones() -> None:
         "seq_index": "int64",
         "seq_group": "int32",
         "seq_rollout": "int32",
+        "experts": "int32",
     }
 
 
@@ -224,6 +226,24 @@ def test_padding_rows_touch_nothing() -> None:
     assert pad_rows(padded, 4) is padded
     with pytest.raises(ValueError, match="at least 1"):
         pad_rows(micro, 0)
+
+
+def test_experts_follow_their_rows_and_a_prompt_takes_those_of_its_first_rollout() -> None:
+    def taken(rows: int, of: int) -> np.ndarray:
+        return (100 * of + np.arange(rows * 2).reshape(rows, 2, 1)).astype(np.uint16)  # [rows, 2 layers, 1 of them]
+
+    known = [
+        dataclasses.replace(make_rollout(s, ids), experts=taken(2 + len(ids) - 1, s + 1))
+        for s, ids in enumerate([[5, 6, 7], [8]])
+    ]
+    unknown = make_rollout(0, [9, 10])
+    micros = plan_micro_batches(make_batch([([1, 2], known), ([3], [unknown])], frozenset()), 100)
+    micro = pad_rows(micros[0], 8)
+    assert micro.experts is not None
+    assert micro.input_ids.tolist() == [1, 2, 5, 6, 3, 9, 0, 0]
+    assert micro.experts[:, :, 0].tolist() == [[100, 101], [102, 103], [104, 105], [106, 107], *[[-1, -1]] * 4]
+    (plain,) = plan_micro_batches(make_batch([([3], [unknown])], frozenset()), 100)
+    assert plain.experts is None
 
 
 def test_bad_input_is_named() -> None:

@@ -17,7 +17,10 @@ from unit.pool.groups import add_ready, keep_all, make_group, make_rollout
 
 def test_groups_come_back_exactly_as_they_were_committed(pool):
     rollouts = (
-        make_rollout(0, serial=4, n=5, reward=0.25, format=0.5, answer=-0.25),
+        dataclasses.replace(
+            make_rollout(0, serial=4, n=5, reward=0.25, format=0.5, answer=-0.25),
+            experts=np.arange(7 * 2 * 3, dtype=np.uint16).reshape(7, 2, 3) + 65_000,
+        ),
         make_rollout(2, n=0, reward=None, failure=Failure(FailureCause.TIMEOUT, "after 5 s")),
     )
     group_id = pool.admit("p1", 0, 4)
@@ -127,6 +130,7 @@ def test_illegal_moves_raise_and_change_nothing(pool, path, reach, act):
         ({"rollouts": (make_rollout(0, reward=float("nan")),)}, "not finite"),
         ({"rollouts": (make_rollout(0, part=float("inf")),)}, "not finite"),
         ({"rollouts": (dataclasses.replace(make_rollout(0), logp=np.zeros(2, np.float32)),)}, "differ in shape"),
+        ({"rollouts": (dataclasses.replace(make_rollout(0), experts=np.zeros((4, 2, 3), np.uint16)),)}, r"\[5, L, k\]"),
         ({"rollouts": (dataclasses.replace(make_rollout(0), token_ids=np.array([1, 2, 2**40])),)}, "do not fit"),
     ],
 )
