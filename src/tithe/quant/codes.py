@@ -117,7 +117,8 @@ def _s8(code: Any) -> Any:
 @njit(inline="always")
 def _e4m3(code: Any) -> Any:
     """As a half with the exponent 8 too low."""
-    half = ((code & np.int32(127)) << np.int32(7)) | ((code & np.int32(128)) << np.int32(8))
+    bits = np.int32(code)
+    half = ((bits & np.int32(127)) << np.int32(7)) | ((bits & np.int32(128)) << np.int32(8))
     return f16_to_f32(np.uint16(half)) * np.float32(256.0)
 
 
@@ -129,7 +130,7 @@ def _s6(code: Any) -> Any:
 def _pair_of_nibbles(number: Callable[[Any], Any]) -> Any:
     """w = fma(q, d, m) of the 96 elements of a k-pair, index 2n + odd, in 48 bytes."""
 
-    @njit
+    @njit(inline="always")
     def fill(data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
         q = u8p(data + p * 48)
         for v in range(3):
@@ -144,16 +145,16 @@ def _pair_of_nibbles(number: Callable[[Any], Any]) -> Any:
 def _pair_of_bytes(number: Callable[[Any], Any]) -> Any:
     """The same in 96 bytes."""
 
-    @njit
+    @njit(inline="always")
     def fill(data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
         q = u8p(data + p * 96)
         for i in range(96):
-            w[i] = fma(number(np.int32(q[i])), d[i], m[i])
+            w[i] = fma(number(q[i]), d[i], m[i])
 
     return fill
 
 
-@njit
+@njit(inline="always")
 def _pair_of_six(data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
     """The same in half of 144 bytes."""
     low, high = u8p(data + p // 2 * 144 + p % 2 * 48), u8p(data + p // 2 * 144 + 96)
@@ -166,34 +167,24 @@ def _pair_of_six(data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
             w[h * 16 + i] = fma(_s6(nibble | (top << np.int32(4))), d[h * 16 + i], m[h * 16 + i])
 
 
-_pair_u4, _pair_s4, _pair_e2m1 = _pair_of_nibbles(_u4), _pair_of_nibbles(_s4), _pair_of_nibbles(_e2m1)
-_pair_s8, _pair_e4m3 = _pair_of_bytes(_s8), _pair_of_bytes(_e4m3)
-
-
-@njit
-def weights_of_pair(element: Any, data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
-    """w[2n + odd] = fma(q, d, m) for the 48 rows n of k-pair p of the panel at `data`."""
-    if element == U4:
-        _pair_u4(data, p, d, m, w)
-    elif element == S8:
-        _pair_s8(data, p, d, m, w)
-    elif element == S4:
-        _pair_s4(data, p, d, m, w)
-    elif element == E2M1:
-        _pair_e2m1(data, p, d, m, w)
-    elif element == E4M3:
-        _pair_e4m3(data, p, d, m, w)
-    else:
-        _pair_of_six(data, p, d, m, w)
+PAIR_OF: dict[int, Any] = {
+    U4: _pair_of_nibbles(_u4),
+    S4: _pair_of_nibbles(_s4),
+    E2M1: _pair_of_nibbles(_e2m1),
+    S8: _pair_of_bytes(_s8),
+    E4M3: _pair_of_bytes(_e4m3),
+    S6: _pair_of_six,
+}
+"""`pair(data, p, d, m, w)` by element: w[2n + odd] = fma(q, d, m), the 48 rows n of k-pair p of the panel at `data`."""
 
 
 @njit(inline="always")
 def number_at(element: Any, data: Any, p: Any, i: Any) -> Any:
     """q of row n at k = 2p + odd of the panel at `data`, i = 2n + odd."""
     if element == S8:
-        return _s8(np.int32(u8p(data + p * 96)[i]))
+        return _s8(u8p(data + p * 96)[i])
     if element == E4M3:
-        return _e4m3(np.int32(u8p(data + p * 96)[i]))
+        return _e4m3(u8p(data + p * 96)[i])
     h, b = i // 16, i % 16
     if element == S6:
         block, at = data + p // 2 * 144, p % 2 * 6 + h
@@ -233,7 +224,7 @@ def _e8m0(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: 
 
 @njit(inline="always")
 def _e4m3_global(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
-    return _e4m3(np.int32(u8p(scale)[(panel * groups + g) * 48 + n])) * f32p(zero)[0], _NO_ZERO
+    return _e4m3(u8p(scale)[(panel * groups + g) * 48 + n]) * f32p(zero)[0], _NO_ZERO
 
 
 @njit(inline="always")
@@ -275,11 +266,13 @@ def _panel_of(at: Callable[..., Any]) -> Any:
     @njit
     def fill(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, d: Any, m: Any) -> None:
         for n in range(48):
-            dn, mn = at(scale, zero, kind, panel, groups, g, n)
-            d[2 * n] = dn
-            d[2 * n + 1] = dn
-            m[2 * n] = mn
-            m[2 * n + 1] = mn
+            value = at(scale, zero, kind, panel, groups, g, n)[0]
+            d[2 * n] = value
+            d[2 * n + 1] = value
+        for n in range(48):
+            value = at(scale, zero, kind, panel, groups, g, n)[1]
+            m[2 * n] = value
+            m[2 * n + 1] = value
 
     return fill
 
@@ -289,7 +282,7 @@ _fill_e8m0, _fill_e4m3, _fill_block = _panel_of(_e8m0), _panel_of(_e4m3_global),
 _fill_int_zero, _fill_q4_k, _fill_q6_k = _panel_of(_f16_int_zero), _panel_of(_q4_k), _panel_of(_q6_k)
 
 
-@njit
+@njit(inline="always")
 def load_group(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, d: Any, m: Any) -> None:
     """d[96] and m[96] of group g of a panel, index 2n + odd."""
     scales = (kind >> 8) & 255

@@ -3,8 +3,10 @@
 Argument order of every kernel is written above it; a pointer is an integer address, a stride counts elements.
 """
 
+# ruff: noqa: ARG001 - what an element chooses from takes the same arguments
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,9 @@ from tithe.quant.codes import (
     BF16,
     E2M1,
     E4M3,
+    PAIR_OF,
     S4,
+    S6,
     S8,
     U4,
     data_bytes,
@@ -23,7 +27,6 @@ from tithe.quant.codes import (
     load_group,
     pairs_of_group,
     round_bf16,
-    weights_of_pair,
 )
 from tithe.quant.runtime import (
     HAS_BF16_DOT,
@@ -39,60 +42,94 @@ from tithe.quant.runtime import (
     u32p,
 )
 from tithe.quant.turn_tile import turn_pairs
-from tithe.quant.widen_tile import widen_e2m1, widen_e4m3, widen_s4, widen_s6, widen_s8, widen_u4
+from tithe.quant.widen_tile import WIDEN
 
 
-@njit
-def _widen(element: Any, source: Any, d: Any, m: Any, pairs: Any, out: Any) -> None:
-    """One group of a panel as bf16 pairs [pairs][48]."""
-    if element == U4:
-        widen_u4(u8p(source), d, m, pairs, u32p(out))
-    elif element == S4:
-        widen_s4(u8p(source), d, m, pairs, u32p(out))
-    elif element == E2M1:
-        widen_e2m1(u8p(source), d, m, pairs, u32p(out))
-    elif element == S8:
-        widen_s8(u8p(source), d, m, pairs, u32p(out))
-    elif element == E4M3:
-        widen_e4m3(u8p(source), d, m, pairs, u32p(out))
-    else:
-        widen_s6(u8p(source), d, m, pairs, u32p(out))
+def _by_element(of: Callable[[int], Any]) -> Any:
+    """`run(element, base, p, end, d, m, rounded, out)`: what `of(element)` makes, for k-pairs [p, end) of one group."""
+    u4, s4, e2m1, s8, e4m3, s6 = (of(element) for element in (U4, S4, E2M1, S8, E4M3, S6))
+
+    @njit(inline="always")
+    def run(element: Any, base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
+        if element == U4:
+            u4(base, p, end, d, m, rounded, out)
+        elif element == S4:
+            s4(base, p, end, d, m, rounded, out)
+        elif element == E2M1:
+            e2m1(base, p, end, d, m, rounded, out)
+        elif element == S8:
+            s8(base, p, end, d, m, rounded, out)
+        elif element == E4M3:
+            e4m3(base, p, end, d, m, rounded, out)
+        else:
+            s6(base, p, end, d, m, rounded, out)
+
+    return run
 
 
-def _pairs_by_instruction(
-    data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, out: Any
-) -> None:
-    """k-pairs [first, first + count) of a quantized panel as bf16 pairs [count][48]; six bits: both even."""
-    d = stack_f32(96)
-    m = stack_f32(96)
-    element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
-    base = data + panel * data_bytes(kind, steps)
-    for g in range(first // pairs, (first + count + pairs - 1) // pairs):
-        load_group(scale, zero, kind, panel, groups, g, d, m)
-        p, end = max(first, g * pairs), min(first + count, g * pairs + pairs)
-        _widen(element, base + data_bytes(kind, p), d, m, end - p, out + (p - first) * 192)
+def _widened(element: int) -> Any:
+    """bf16 pairs [end - p][48] by the narrowing instruction."""
+    widen = WIDEN[element]
+
+    @njit(inline="always")
+    def fill(base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
+        widen(u8p(base + data_bytes(element, p)), d, m, end - p, u32p(out))
+
+    return fill
 
 
-def _pairs_by_rounding(
-    data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, out: Any
-) -> None:
-    """The same without the narrowing instruction."""
-    d = stack_f32(96)
-    m = stack_f32(96)
-    w = stack_f32(96)
-    element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
-    base = data + panel * data_bytes(kind, steps)
-    for g in range(first // pairs, (first + count + pairs - 1) // pairs):
-        load_group(scale, zero, kind, panel, groups, g, d, m)
-        for p in range(max(first, g * pairs), min(first + count, g * pairs + pairs)):
-            weights_of_pair(element, base, p, d, m, w)
-            o = u32p(out + (p - first) * 192)
+def _narrowed(element: int) -> Any:
+    """The same without it."""
+    pair = PAIR_OF[element]
+
+    @njit
+    def fill(base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
+        w = stack_f32(96)
+        for i in range(p, end):
+            pair(base, i, d, m, w)
+            o = u32p(out + (i - p) * 192)
             for n in range(48):
                 low, high = np.uint32(f32_to_bf16(w[2 * n])), np.uint32(f32_to_bf16(w[2 * n + 1]))
                 o[n] = low | (high << np.uint32(16))
 
+    return fill
 
-expand_some_pairs = njit(_pairs_by_instruction if HAS_BF16_DOT else _pairs_by_rounding, error_model="numpy")
+
+def _as_f32(element: int) -> Any:
+    """float32 [2·(end - p)][48]; `rounded` to bf16 values."""
+    pair = PAIR_OF[element]
+
+    @njit
+    def fill(base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
+        w = stack_f32(96)
+        for i in range(p, end):
+            pair(base, i, d, m, w)
+            o = f32p(out + (i - p) * 384)
+            for n in range(48):
+                o[n] = round_bf16(w[2 * n]) if rounded else w[2 * n]
+                o[48 + n] = round_bf16(w[2 * n + 1]) if rounded else w[2 * n + 1]
+
+    return fill
+
+
+_pairs_of_group, _f32_of_group = _by_element(_widened if HAS_BF16_DOT else _narrowed), _by_element(_as_f32)
+
+
+@njit(error_model="numpy")
+def expand_some_pairs(
+    data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, out: Any
+) -> None:
+    """k-pairs [first, first + count) of a quantized panel as bf16 pairs [count][48]; both multiples of four."""
+    d = stack_f32(96)
+    m = stack_f32(96)
+    element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
+    base = data + panel * data_bytes(kind, steps)
+    p, last, g = first, first + count, first // pairs
+    while p < last:
+        load_group(scale, zero, kind, panel, groups, g, d, m)
+        end = min(last, g * pairs + pairs)
+        _pairs_of_group(element, base, p, end, d, m, True, out + (p - first) * 192)
+        p, g = end, g + 1
 
 
 @njit(inline="always")
@@ -106,10 +143,9 @@ def expand_some_f32(
     data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, rounded: Any, out: Any
 ) -> None:
     """k-pairs [first, first + count) of any panel but FP32's as float32 [2·count][48]; `rounded`: bf16 values."""
-    o = f32p(out)
     base = data + panel * data_bytes(kind, steps)
     if kind == BF16:
-        q = u32p(base + first * 192)
+        o, q = f32p(out), u32p(base + first * 192)
         for p in range(count):
             for n in range(48):
                 bits = q[p * 48 + n]
@@ -118,16 +154,13 @@ def expand_some_f32(
         return
     d = stack_f32(96)
     m = stack_f32(96)
-    w = stack_f32(96)
     element, pairs, groups = element_of(kind), pairs_of_group(kind), groups_of(kind, steps)
-    for g in range(first // pairs, (first + count + pairs - 1) // pairs):
+    p, last, g = first, first + count, first // pairs
+    while p < last:
         load_group(scale, zero, kind, panel, groups, g, d, m)
-        for p in range(max(first, g * pairs), min(first + count, g * pairs + pairs)):
-            weights_of_pair(element, base, p, d, m, w)
-            even = 2 * (p - first) * 48
-            for n in range(48):
-                o[even + n] = round_bf16(w[2 * n]) if rounded else w[2 * n]
-                o[even + 48 + n] = round_bf16(w[2 * n + 1]) if rounded else w[2 * n + 1]
+        end = min(last, g * pairs + pairs)
+        _f32_of_group(element, base, p, end, d, m, rounded, out + (p - first) * 384)
+        p, g = end, g + 1
 
 
 @njit(inline="always")

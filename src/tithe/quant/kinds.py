@@ -12,7 +12,7 @@ Rows are stored in panels of 48 (the last one zero-padded), k innermost in pairs
 | q6_k | S6 | Q6_K [panels, K/256, 18·48 bytes], G = 16 | – | 210 per 256 (GGUF Q6_K) |
 | int4_sym | S4 | bf16 [panels, K/G, 48] | – | 18 per 32 (compressed-tensors) |
 | int4_zp | U4 | half [panels, K/G, 48] | 4 bits [panels, K/G, 24 bytes] | 66.5 per 128 (GPTQ, AWQ) |
-| fp8 | E4M3 | float32 [⌈N/128⌉, ⌈K/128⌉] | – | 16388 per 128·128 (DeepSeek-V3) |
+| fp8 | E4M3 | float32 [⌈N/128⌉, ⌈K/128⌉] | – | 16388 per 128·128 (DeepSeek-V3); 8 divides K |
 | mxfp4 | E2M1 | E8M0 [panels, K/32, 48] | – | 17 per 32 (gpt-oss) |
 | nvfp4 | E2M1 | E4M3 [panels, K/16, 48] | float32 [1]: global scale | 9 per 16, and 4 |
 | bf16 | bf16 [panels, K/2, 48, 2] | – | – | 2 |
@@ -103,21 +103,11 @@ class Kind:
         return self.scales == NO_SCALE
 
     @property
-    def columns_step(self) -> int:
-        """What K must be a multiple of."""
-        return {NO_SCALE: 2, F32_BLOCK: 2, Q4_K: 256, Q6_K: 256}.get(self.scales, self.group)
-
-    @property
     def panelled(self) -> tuple[str, ...]:
         """The parts whose first dimension counts panels."""
         if self.scales == F32_BLOCK:
             return ("data",)
         return ("data", "scale") if self.scales == E4M3_GLOBAL else ("data", "scale", "zero")
-
-    def check_columns(self, columns: int) -> None:
-        """`ValueError` when a row of that many weights is not whole groups."""
-        if columns % self.columns_step:
-            raise ValueError(f"{columns} columns are no whole groups of {self.columns_step}, which {self.name} needs")
 
     def of_group(self, group: int) -> Kind:
         """The same kind at another group."""

@@ -1,7 +1,7 @@
-"""Exact values of llama.cpp's 5-bit formats and K-quants, which Tithe reads but does not keep packed.
+"""Exact values of llama.cpp's 5-bit formats and K-quants.
 
-Files named Q4_K_M and the like mix these, and nearly every low-bit file stores its head as Q6_K. Their scales are
-products of two numbers, so they do not fit the packed kernels' half-precision scales; a loader expands them instead.
+Files named Q4_K_M and the like mix these, and nearly every low-bit file stores its head as Q6_K. Q4_K and Q6_K stay
+packed (`tithe.quant.kinds`); a loader expands the others.
 
 A K-quant's super-block holds 256 weights with half-precision scales d (and dmin) and small integer scales s (and m) per
 sub-block; fields in order, bits from the lowest:

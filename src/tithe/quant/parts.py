@@ -109,6 +109,8 @@ def _fp8_block(parts: Mapping[str, np.ndarray]) -> Parts:
         scale = _matrix(parts, ".weight_scale_inv", np.float32)
     rows, columns = codes.shape
     blocks = (-(-rows // BLOCK_ROWS), -(-columns // BLOCK_ROWS))
+    if columns % 8:
+        raise ModelError(f"FP8 .weight has {columns} columns, which is no multiple of 8")
     if scale.shape != blocks:
         raise ModelError(
             f"FP8 .weight_scale_inv has shape {scale.shape}, but {codes.shape} in blocks of 128 × 128 has {blocks}: "

@@ -93,7 +93,6 @@ def repack_parts(
             form = BY_WORD if stored.kind is TensorFormat.GPTQ else BY_OUTPUT
             data = _nibbles(np.ascontiguousarray(p.codes), p.rows, p.columns, form)
             scale, zero = by_panel(p.scale), _packed_zeros(p)
-    kind.check_columns(p.columns)
     return PackedMatrix(kind, p.rows, p.columns, data, scale, zero, rounded)
 
 

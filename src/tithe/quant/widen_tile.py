@@ -33,6 +33,10 @@ _TABLES = {
 }
 
 
+_PAIRS_OF_STEP = {U4: 4, S4: 4, E2M1: 4, S8: 4, E4M3: 4, S6: 2}
+"""k-pairs in one turn of the loop: groups and their parts are whole turns."""
+
+
 def _all(vector: Any, value: Any) -> Any:
     return ir.Constant(vector, [value] * _LANES)
 
@@ -91,15 +95,22 @@ def _sixes(builder: Any, source: Any, two_pairs: Any) -> list[Any]:
 
 
 def _numbers(builder: Any, element: int, source: Any, step: Any) -> list[Any]:
+    """The half registers of one step's pairs."""
     if element == S6:
         return _sixes(builder, source, step)
-    return (_nibbles if element in _TABLES else _bytes)(builder, element, source, step)
+    one = _nibbles if element in _TABLES else _bytes
+    first = builder.mul(step, ir.Constant(_I64, _PAIRS_OF_STEP[element]))
+    return [
+        h
+        for i in range(_PAIRS_OF_STEP[element])
+        for h in one(builder, element, source, builder.add(first, ir.Constant(_I64, i)))
+    ]
 
 
 def make_widen(element: int) -> Any:
-    """`widen(source, d, m, pairs, out)` of an element code; six bits take an even number of pairs."""
+    """`widen(source, d, m, pairs, out)` of an element code; `pairs` is a multiple of four."""
     narrow = ir.InlineAsm(ir.FunctionType(_VI, [_VF, _VF]), "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v", side_effect=False)
-    pairs_of_step = 2 if element == S6 else 1
+    pairs_of_step = _PAIRS_OF_STEP[element]
 
     def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         source, d, m, pairs, out = values
@@ -137,5 +148,5 @@ def make_widen(element: int) -> Any:
     return widen
 
 
-widen_u4, widen_s4, widen_e2m1 = make_widen(U4), make_widen(S4), make_widen(E2M1)
-widen_s8, widen_e4m3, widen_s6 = make_widen(S8), make_widen(E4M3), make_widen(S6)
+WIDEN = {element: make_widen(element) for element in (U4, S4, E2M1, S8, E4M3, S6)}
+"""`widen` by element."""

@@ -130,6 +130,27 @@ def test_a_bank_holds_it(name: str) -> None:
         assert torch.equal(mine.expand(torch.float32), theirs.expand(torch.float32))
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [
+        ("Q4_0", 1, 32), ("Q4_K", 49, 256), ("Q6_K", 7, 256), ("INT4_PACKED", 97, 96), ("MXFP4", 47, 32),
+        ("NVFP4", 5, 16), ("NVFP4", 100, 48), ("FP8_BLOCK", 130, 136), ("FP8_BLOCK", 3, 8), ("FP8_BLOCK", 576, 200),
+        ("GPTQ-32", 8, 32), ("GPTQ-128", 56, 384), ("AWQ-128", 8, 128),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", OPERANDS)
+def test_ragged_corners(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Rows that fill no panel, a single group, and FP8 blocks that both sides cut short."""
+    published = publish(name, rows, columns)
+    packed, w = published.pack(rounded=True), written(published, rounded=True)
+    assert torch.equal(packed.matmul(torch.eye(columns, dtype=dtype)).T, w)
+    assert torch.equal(packed.expand(torch.bfloat16).float(), w)
+    assert torch.equal(packed.gather(torch.arange(rows, dtype=torch.int32)), w)
+    buffer = torch.full((packed.transposed_numel,), float("nan"), dtype=dtype)
+    turned = packed.transposed(buffer)
+    assert torch.equal(turned.matmul(torch.eye(turned.columns, dtype=dtype))[:rows], w)
+
+
 # ------------------------------------------------------------------ bytes
 
 
@@ -269,6 +290,7 @@ MISFITS = {
     "int4 rows": ("INT4_PACKED", {".weight_scale": np.ones((99, 16), np.uint16)}, None, "do not fit"),
     "int4 config": ("INT4_PACKED", {}, 64, "groups of 32, the config says 64"),
     "fp8 blocks": ("FP8_BLOCK", {".weight_scale_inv": np.ones((2, 4), np.float32)}, None, "only weight_block_size"),
+    "fp8 columns": ("FP8_BLOCK", {".weight": np.zeros((300, 510), np.uint8)}, None, "no multiple of 8"),
     "fp8 config": ("FP8_BLOCK", {}, 64, "only weight_block_size"),
     "mxfp4 groups": ("MXFP4", {"_scales": np.ones((100, 8), np.uint8)}, None, "do not fit"),
     "nvfp4 globals": ("NVFP4", {".weight_scale_2": np.ones(2, np.float32)}, None, "one number expected"),
@@ -281,8 +303,7 @@ MISFITS = {
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_parts_that_do_not_fit_are_refused(misfit: str) -> None:
     name, other, group, message = MISFITS[misfit]
-    p = publish(name, ROWS.get(name, 300), COLUMNS) if name != "FP8_BLOCK" else publish(name, 300, COLUMNS)
-    p = ragged(name) if name != "FP8_BLOCK" else p
+    p = publish(name, 300, COLUMNS) if name == "FP8_BLOCK" else ragged(name)
     with pytest.raises(ModelError, match=message):
         repack_parts({**p.parts, **other}, StoredFormat(p.stored.kind, group=group), rounded=True)
 
