@@ -61,7 +61,7 @@ class SharedEngine:
         self.pages = KVPages(decoder.spec, pages, operand)
         # a slot per prompt that may be in use, as many idle ones, and one for scoring
         self._cache = PromptCache(self.pages, first_slot=max_running, slots=2 * max_running + 1)
-        self._prefill_tokens, self._rows = prefill_tokens, max(max_running, prefill_tokens)
+        self._prefill_tokens, self._rows = prefill_tokens, max_running + prefill_tokens
         self._plan = ForwardPlan(
             decoder,
             self.pages,
@@ -290,7 +290,7 @@ class SharedEngine:
             self._idle.notify_all()
 
     def tick(self) -> None:
-        """Admit, prefill some, compute one position of every running request, draw, finish."""
+        """Admit; compute some of the prompts and one position of every running request in one forward; draw, finish."""
         self._advance(admitting=True)
 
     def _advance(self, *, admitting: bool) -> None:
@@ -298,14 +298,19 @@ class SharedEngine:
         if admitting:
             self._admit()
         started = time.perf_counter()
-        prefilled = self._prefill()
+        prompts = self._prompt_work()
+        prefilled = sum(len(w.tokens) for w in prompts)
+        sequences = self._decode_work(self._rows - prefilled)
+        decoded = sum(len(w.tokens) for w in sequences)
+        last = self._compute(prompts, sequences)
         middle = time.perf_counter()
-        drawn = self._decode_step()
+        drawn = self._draw_ready(last)
+        share = prefilled / max(prefilled + decoded, 1)  # of the forward's time: rows cost the same
         with self._lock:
             self._counts["prefill_tok"] += prefilled
-            self._counts["prefill_s"] += middle - started
+            self._counts["prefill_s"] += share * (middle - started)
             self._counts["generated_tok"] += drawn
-            self._counts["decode_s"] += time.perf_counter() - middle
+            self._counts["decode_s"] += time.perf_counter() - middle + (1 - share) * (middle - started)
 
     def _admit(self) -> None:
         while self._waiting and self._slots:
@@ -322,10 +327,10 @@ class SharedEngine:
                 self._counts["prompt_misses" if is_new else "prompt_hits"] += 1
                 self._running.append(Running(w.request, w.future, w.version, self._slots.pop(), prompt, own))
 
-    def _prefill(self) -> int:
-        """Compute prompts, at most `_prefill_tokens` rows; a longer prompt continues in the next tick."""
+    def _prompt_work(self) -> list[Work[Prompt | Running]]:
+        """Prompts to compute, at most `_prefill_tokens` rows; a longer prompt continues in the next tick."""
         room = self._prefill_tokens
-        work: list[Work[Prompt]] = []
+        work: list[Work[Prompt | Running]] = []
         for prompt in self._cache.unready():
             if room == 0:
                 break
@@ -333,46 +338,57 @@ class SharedEngine:
             write_table(self._plan, prompt.slot, prompt.pages)
             work.append(Work(prompt, prompt.version, prompt.slot, prompt.computed, tokens))
             room -= len(tokens)
-        if not work:
-            return 0
-        for done in run_rows(self._plan, work):
-            prompt = done.work.owner
-            prompt.computed += len(done.work.tokens)
-            if done.experts is not None and self._record_experts:
-                prompt.experts.append(done.experts)
-            if prompt.computed == len(prompt.tokens):
-                prompt.last_x = done.x[-1].clone()
-        return self._prefill_tokens - room
+        return work
 
-    def _decode_step(self) -> int:
+    def _decode_work(self, room: int) -> list[Work[Prompt | Running]]:
+        """The next position of every request whose prompt is ready; many positions where they are rebuilt."""
+        work: list[Work[Prompt | Running]] = []
+        for seq in self._running:
+            if seq.prompt.ready:
+                self._begin(seq)
+                tokens = seq.pending()[:room]
+                if tokens:
+                    work.append(Work(seq, seq.version, seq.slot, seq.computed, tokens))
+                    room -= len(tokens)
+        return work
+
+    def _begin(self, seq: Running) -> None:
+        """Give a request whose prompt is ready its own pages behind the prompt's, once."""
+        if seq.computed == 0:
+            seq.computed = len(seq.request.prompt_ids)
+            write_table(self._plan, seq.slot, self._cache.fork(seq.prompt, seq.own))
+
+    def _compute(
+        self, prompts: list[Work[Prompt | Running]], sequences: list[Work[Prompt | Running]]
+    ) -> dict[int, torch.Tensor]:
+        """One forward over all rows, which do not notice each other. The last row [H] of every running request, by its
+        id; views that the next forward overwrites."""
+        last: dict[int, torch.Tensor] = {}
+        work = [*prompts, *sequences]
+        for done in run_rows(self._plan, work) if work else ():
+            owner = done.work.owner
+            owner.computed += len(done.work.tokens)
+            if done.experts is not None and self._record_experts:
+                owner.experts.append(done.experts)
+            if isinstance(owner, Running):
+                last[id(owner)] = done.x[-1]
+            elif owner.computed == len(owner.tokens):
+                owner.last_x = done.x[-1].clone()
+        return last
+
+    def _draw_ready(self, last: dict[int, torch.Tensor]) -> int:
         """Draw one token for every request whose positions are all computed. Returns how many were drawn."""
         ready: list[Running] = []
-        first_rows: list[torch.Tensor] = []
-        work: list[Work[Running]] = []
-        room = self._rows
+        rows: list[torch.Tensor] = []
         for seq in self._running:
             if not seq.prompt.ready:
                 continue
-            if seq.computed == 0:
-                seq.computed = len(seq.request.prompt_ids)
-                write_table(self._plan, seq.slot, self._cache.fork(seq.prompt, seq.own))
-            tokens = seq.pending()[:room]
-            if tokens:
-                work.append(Work(seq, seq.version, seq.slot, seq.computed, tokens))
-                room -= len(tokens)
-            elif seq.computed == seq.length:
-                assert seq.prompt.last_x is not None
-                ready.append(seq)
-                first_rows.append(seq.prompt.last_x)
-        rows = list(first_rows)
-        for done in run_rows(self._plan, work) if work else ():
-            seq = done.work.owner
-            seq.computed += len(done.work.tokens)
-            if done.experts is not None and self._record_experts:
-                seq.experts.append(done.experts)
+            self._begin(seq)
             if seq.computed == seq.length:
+                row = last.get(id(seq), seq.prompt.last_x)
+                assert row is not None
                 ready.append(seq)
-                rows.append(done.x[-1])
+                rows.append(row)
         if ready:
             self._draw(ready, torch.stack(rows))
         return len(ready)
@@ -453,7 +469,7 @@ class SharedEngine:
         entry, own = got
         try:
             while not entry.ready:
-                self._prefill()
+                self._compute(self._prompt_work(), [])
             assert entry.last_x is not None
             write_table(self._plan, self._score_slot, self._cache.fork(entry, own))
             rows = [entry.last_x[None]]
