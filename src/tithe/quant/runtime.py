@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import math
 import os
 import platform
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,16 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.typing import signature
 from numba.extending import intrinsic as numba_intrinsic
+
+# A kernel on disk brings the functions it calls along, and the linker takes the first of equal names. Numba tells apart
+# the closures of one factory by a number alone that every process counts up from 1, so kernels that two processes
+# compiled could call each other's closures. Each process counts from a place of its own.
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))  # noqa: SLF001 - there is no other way
 
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +166,64 @@ def test_a_launch_without_tasks_does_nothing() -> None:
     y = np.full(4, 7.0, np.float32)
     exp_rows.bind(0, [y.ctypes.data, y.ctypes.data, 4]).run()
     assert (y == 7.0).all()
+
+
+CLOSURES = """
+from typing import Any
+import numpy as np
+from numba import njit
+from tithe.quant.runtime import f32p
+
+def factory(number: int) -> Any:
+    @njit
+    def fill(out: Any, n: Any) -> None:
+        o = f32p(out)
+        for i in range(n):
+            x = np.float32(i)
+            for j in range(i):
+                x = x * np.float32(0.5) + np.float32(number) if j % 3 else x + np.float32(number)
+            o[i] = x
+    return fill
+
+fill_1, fill_2 = factory(1), factory(2)
+"""
+KERNEL = """
+from closures import fill_{n} as fill
+from tithe.quant.runtime import kernel
+
+@kernel
+def run(args):
+    fill(args[3], args[4])
+    fill(args[3] + 40, args[4])
+    fill(args[3] + 80, args[4])
+"""
+CALL = """
+import importlib, sys
+import numpy as np
+for n in sys.argv[1:]:
+    out = np.zeros(30, np.float32)
+    importlib.import_module(f"kernel_{n}").run.bind(1, [out.ctypes.data, 5]).run()
+    print(n, *out[:5])
+"""
+
+
+def test_kernels_that_two_processes_compiled_call_their_own_closures(tmp_path: Path) -> None:
+    """Too large to be inlined, and equal in name: the linker must not take one for the other."""
+    (tmp_path / "closures.py").write_text(CLOSURES)
+    for n in (1, 2):
+        (tmp_path / f"kernel_{n}.py").write_text(KERNEL.format(n=n))
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3] / "src")])
+
+    def call(*numbers: str) -> list[str]:
+        run = subprocess.run(
+            [sys.executable, "-c", CALL, *numbers],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        return run.stdout.splitlines()
+
+    alone = [*call("1"), *call("2")]
+    assert alone == ["1 0.0 2.0 2.5 2.5 3.75", "2 0.0 3.0 4.0 4.25 6.5"]
+    assert call("1", "2") == alone, "both from the cache"
