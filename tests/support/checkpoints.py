@@ -31,6 +31,41 @@ _CONFIG_CLASSES = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
+    "mistral": "MistralConfig",
+    "mixtral": "MixtralConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "gpt_oss": "GptOssConfig",
+    "minimax_m2": "MiniMaxM2Config",
+    "deepseek_v3": "DeepseekV3Config",
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+_OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "mistral": {"sliding_window": 20},
+    "mixtral": _EXPERTS,
+    "glm4_moe": _DEEPSEEK_EXPERTS | {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    "gpt_oss": _EXPERTS | {"sliding_window": 20, "rope_parameters": None},
+    "minimax_m2": _EXPERTS | {"rotary_dim": 16},
+    "deepseek_v3": _DEEPSEEK_EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
 }
 _GGUF_PARTS = {
     "input_layernorm": "attn_norm",
@@ -73,10 +108,9 @@ def tiny_config(architecture: str = "llama", **overrides: Any) -> dict[str, Any]
         "pad_token_id": 0,
         "tie_word_embeddings": architecture == "llama",
     }
-    if architecture != "qwen2":
+    if architecture not in ("qwen2", "deepseek_v3"):
         sizes["head_dim"] = 16 if architecture == "llama" else 32
-    if architecture == "qwen3_moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    sizes |= _OWN_SIZES.get(architecture, {})
     config = getattr(transformers, _CONFIG_CLASSES[architecture])(**(sizes | overrides))
     class_name = _CONFIG_CLASSES[architecture].replace("Config", "ForCausalLM")
     return config.to_dict() | {"architectures": [class_name]}
@@ -88,8 +122,9 @@ def random_weights(spec: ArchSpec, seed: int = 0) -> dict[str, np.ndarray]:
     weights: dict[str, np.ndarray] = {}
     for name, shape in tensor_shapes(spec).items():
         values = rng.standard_normal(shape, dtype=np.float32)
-        if len(shape) == 2:
-            weights[name] = values * np.float32(1.0 if "embed" in name else shape[1] ** -0.5)
+        if len(shape) > 1:  # gpt-oss keeps experts as [E, in, out]
+            width = shape[1]
+            weights[name] = values * np.float32(1.0 if "embed" in name else width**-0.5)
         else:
             weights[name] = values * np.float32(0.1) + np.float32(0.0 if name.endswith("bias") else 1.0)
     return weights

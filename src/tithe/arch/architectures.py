@@ -23,7 +23,17 @@ Architecture = Literal[
 ARCHITECTURES: Final[tuple[Architecture, ...]] = get_args(Architecture)
 """Described: tensor names, shapes, formats and bytes are known (`tithe inspect`)."""
 
-BUILDABLE: Final[tuple[Architecture, ...]] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+BUILDABLE: Final[tuple[Architecture, ...]] = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+)
 """Computed by `tithe.models`; see `check_buildable` for what else a config must not ask for."""
 
 _ALIASES: Final[Mapping[str, Architecture]] = {"kimi_k2": "deepseek_v3"}

@@ -13,6 +13,7 @@ from tithe.arch.spec import ArchSpec
 from tithe.errors import ModelError
 
 _GROUPS_OF_32: Final = frozenset({TensorFormat.INT4_PACKED, TensorFormat.GPTQ, TensorFormat.AWQ})
+_PARTIAL_ROTARY: Final = frozenset({"glm4_moe", "minimax_m2"})
 
 
 def build_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
@@ -26,21 +27,12 @@ def build_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
             f"model_type is {quote(str(config.get('model_type')))}, which `tithe inspect` describes and no run loads "
             f"yet; supported: {', '.join(BUILDABLE)}. Choose a model of one of these types"
         )
-    if spec.window.layers:
-        key = "sliding_window"
-        key = "use_sliding_window" if config.get("use_sliding_window") else key
-        key = "layer_types" if config.get("layer_types") else key
-        yield (
-            f"{key}: {len(spec.window.layers)} of {spec.n_layers} layers see {spec.window.size} tokens only; attention "
-            f"over the full context is supported. Set {key} to null only if the model was trained without it, or "
-            f"choose another model"
-        )
     if spec.activation != "silu":
         yield f"hidden_act is {quote(spec.activation)}; only silu is supported"
     yield from _packing_obstacles(config)
-    if spec.latent is None and spec.rotary_dim != spec.head_dim:
+    if spec.latent is None and spec.rotary_dim != spec.head_dim and spec.architecture not in _PARTIAL_ROTARY:
         rotated = f"{spec.rotary_dim} of {spec.head_dim} dimensions of a head are rotated"
-        yield f"partial_rotary_factor: {rotated}; only all of them is supported"
+        yield f"partial_rotary_factor: {rotated}, which transformers' {spec.architecture} does not do; set it to 1"
 
 
 def _packing_obstacles(config: Mapping[str, Any]) -> Iterator[str]:

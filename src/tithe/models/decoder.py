@@ -43,6 +43,7 @@ class Layer:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
     def linears(self) -> dict[str, Linear]:
         """The linears that can carry an adapter, by their place in the block."""
@@ -92,6 +93,10 @@ class Decoder:
         """Width of the dense MLPs; 0 where every layer is a mixture."""
         return max((layer.down.columns for layer in self.layers if layer.down is not None), default=0)
 
+    def window(self, layer: int) -> int:
+        """Tokens that a layer sees; 0: all."""
+        return self.spec.window.size if layer in self.spec.window.layers else 0
+
     def linears(self) -> Iterator[Linear]:
         """All adaptable linears, layer by layer."""
         for layer in self.layers:
@@ -122,7 +127,9 @@ class Decoder:
         tensors += self.embedding.storages() + self.head.storages() + [self.final_norm]
         for layer in self.layers:
             tensors += [layer.input_norm, layer.post_norm]
-            tensors += [t for t in (layer.qkv_bias, layer.o_bias, layer.q_norm, layer.k_norm) if t is not None]
+            tensors += [
+                t for t in (layer.qkv_bias, layer.o_bias, layer.q_norm, layer.k_norm, layer.sinks) if t is not None
+            ]
             tensors += [t for t in (layer.gate_up_bias, layer.down_bias) if t is not None]
             tensors += layer.experts.storages() if layer.experts is not None else []
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

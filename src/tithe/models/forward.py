@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tithe.models.attention_kernels import attention, finish_qkv
 from tithe.models.decoder import Decoder, Layer, ModelAdapter, padded, scratch_floats
 from tithe.models.expert_plan import ExpertPlan
 from tithe.models.expert_workspace import Workspace
 from tithe.models.gated import can_gate, gated_dot, gated_launch, set_gated_rows
-from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
+from tithe.models.kernels import rms_norm, swiglu
 from tithe.models.kv import PAGE, KVPages
 from tithe.models.linear import AdapterSteps, CopyStep, Linear, Step, adapter_steps
 from tithe.quant import Launch, kernel_threads
@@ -107,12 +108,13 @@ def finish_step(decoder: Decoder, layer: Layer, index: int, b: RowBuffers, pages
     values += [b.sequence.data_ptr(), b.table.data_ptr(), b.table.shape[1]]
     values += [*pages.addresses(index), is_bf16(pages.keys)]
     rows = b.x.shape[0]
-    return finish_qkv.bind(-(-rows // PAGE), [*values, rows, pages.blocks], (layer, b, pages))
+    values += [rows, pages.blocks, spec.rotary_dim // 2, int(spec.norms_qk == "full")]
+    return finish_qkv.bind(-(-rows // PAGE), values, (layer, b, pages))
 
 
 def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, scratch: Scratch) -> Launch:
     """Causal attention of every row over its own sequence."""
-    spec = decoder.spec
+    spec, layer = decoder.spec, decoder.layers[index]
     args = [b.qkv.data_ptr(), b.qkv.shape[1], spec.n_heads, spec.n_kv_heads, spec.head_dim]
     args += [*pages.addresses(index), is_bf16(pages.keys)]
     args += [b.table.data_ptr(), b.table.shape[1], b.sequence.data_ptr(), b.position.data_ptr()]
@@ -124,6 +126,8 @@ def attention_step(decoder: Decoder, index: int, b: RowBuffers, pages: KVPages, 
         scratch.floats,
         b.table.shape[1] * 16,
         pages.blocks,
+        decoder.window(index),
+        layer.sinks.data_ptr() if layer.sinks is not None else 0,
     ]
     return attention.bind(b.x.shape[0], values, (b, pages, scratch.buffer))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tithe.arch import ArchSpec
 from tithe.errors import EngineError
-from tithe.models.kernels import PAGE, copy_slots
+from tithe.models.attention_kernels import PAGE, copy_slots
 from tithe.quant import Launch
 from tithe.utils.memory import give_back
 

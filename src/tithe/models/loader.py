@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tithe.arch import Checkpoint, Shard, checkpoint_base, iter_held
 from tithe.errors import ModelError
+from tithe.models.attention_kernels import MOST_QUERIES
 from tithe.models.decoder import Decoder, Layer
 from tithe.models.linear import Linear, Site, fuse
 from tithe.models.loader_experts import load_experts, vector
@@ -34,6 +35,10 @@ def load_model(checkpoint: Checkpoint, options: ModelOptions, shard: Shard | Non
         raise ModelError("model.compute_dtype bf16 would round an fp32 base: set model.base_dtype to bf16")
     if spec.head_dim % 16:
         raise ModelError(f"head_dim {spec.head_dim} is not a multiple of 16, which the attention kernels need")
+    if spec.rotary_dim % 2:
+        raise ModelError(f"{spec.rotary_dim} dimensions of a head are rotated, an odd number: change rotary_dim")
+    if spec.latent is None and spec.n_heads // spec.n_kv_heads > MOST_QUERIES:
+        raise ModelError(f"{spec.n_heads // spec.n_kv_heads} query heads share a key; at most {MOST_QUERIES} can")
     loader = _Loader(checkpoint, options, shard)
     layers = tuple(loader.layer(i) for i in range(spec.n_layers))
     embedding = loader.matrix("model.embed_tokens", is_linear=False)
@@ -105,6 +110,7 @@ class _Loader:
             "o_bias": self.optional(f"{attention}.o_proj.bias"),
             "q_norm": self.optional(f"{attention}.q_norm.weight"),
             "k_norm": self.optional(f"{attention}.k_norm.weight"),
+            "sinks": self.optional(f"{attention}.sinks"),
         }
         if i in spec.moe_layers:
             experts = load_experts(self.checkpoint, i, self.packer, self.shard)

@@ -15,18 +15,13 @@ import torch
 from torch import Tensor
 
 from tithe.errors import ModelError
+from tithe.models.attention_gradients import BACKWARD_ROWS, attention_backward, finish_qkv_backward
 from tithe.models.decoder import Decoder, padded
 from tithe.models.dropout import AdapterDropout
 from tithe.models.expert_bank import ExpertBlock
 from tithe.models.expert_training import expert_backward
 from tithe.models.forward import ROWS_PER_TASK, ForwardPlan, Scratch, is_bf16, is_gated, norm_step
-from tithe.models.gradients import (
-    BACKWARD_ROWS,
-    attention_backward,
-    finish_qkv_backward,
-    rms_norm_backward,
-    swiglu_backward,
-)
+from tithe.models.gradients import rms_norm_backward, swiglu_backward
 from tithe.models.kv import KVPages
 from tithe.models.layout import PageLayout
 from tithe.models.linear import Linear
@@ -260,7 +255,7 @@ class TrainPass:
         args += [t.data_ptr() for t in (layout.start, layout.length, layout.first)]
         args += [self.saved.lse[slot].data_ptr(), 1.0 / math.sqrt(spec.head_dim)]
         args += [self._dq.data_ptr(), self._dkv.data_ptr(), self._dkv.shape[3]]
-        args += [self._scratch.address, self._scratch.floats, self.pages.blocks]
+        args += [self._scratch.address, self._scratch.floats, self.pages.blocks, self.decoder.window(i)]
         attention_backward.bind(layout.sequences * spec.n_kv_heads, args).run()
 
     def _finish_backward(self, i: int) -> None:
@@ -275,6 +270,7 @@ class TrainPass:
         args += [t.data_ptr() if t is not None else 0 for t in (layer.q_norm, layer.k_norm)]
         args += [raw[slot].data_ptr() if raw is not None else 0, raw.shape[2] if raw is not None else 0]
         values = [*args, float(spec.rms_norm_eps), self._dqkv.data_ptr(), is_bf16(self._dqkv), self._scratch.address]
+        values += [spec.rotary_dim // 2, int(spec.norms_qk == "full")]
         finish_qkv_backward.bind(self._n, values).run()
 
     def _through_norm(

@@ -2,84 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tithe.models.kernels import attention, finish_qkv, rms_norm, swiglu
-
-PAGES, TABLE = 12, 4
-LONGEST = TABLE * 16
-
-
-@dataclass
-class Bench:
-    """Heads, pages and a block table of two sequences; pages begin full of NaN, so that a stale slot would show."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        layers = 3  # this one is the second
-        self.keys = torch.full((PAGES, layers, self.kv_heads, self.dim, 16), float("nan"), dtype=self.dtype)[:, 1]
-        self.values = torch.full((PAGES, layers, self.kv_heads, 16, self.dim), float("nan"), dtype=self.dtype)[:, 1]
-        self.blocks = layers * self.kv_heads
-        self.table = torch.tensor([[7, 2, 11, 5], [0, 9, 1, 4]], dtype=torch.int32)
-        angles = torch.arange(LONGEST)[:, None] * 0.7 ** torch.arange(self.dim // 2)[None]
-        self.cos, self.sin = angles.cos().contiguous(), angles.sin().contiguous()
-        group = self.heads // self.kv_heads
-        self.scratch = torch.empty(2, group * (LONGEST + self.dim))
-
-    @property
-    def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.dim
-
-    def finish(
-        self,
-        qkv: Tensor,
-        position: Tensor,
-        sequence: Tensor,
-        bias: Tensor | None = None,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-    ) -> Tensor:
-        """qkv after bias, norms and rotary (a copy); keys and values go to their pages."""
-        qkv = qkv.clone()
-        optional = [t.data_ptr() if t is not None else 0 for t in (bias, q_norm, k_norm)]
-        args = [qkv.data_ptr(), self.width, self.heads, self.kv_heads, self.dim, *optional, 1e-6]
-        args += [t.data_ptr() for t in (self.cos, self.sin, position, sequence, self.table)]
-        args += [TABLE, self.keys.data_ptr(), self.values.data_ptr(), int(self.dtype == torch.bfloat16)]
-        finish_qkv.bind(-(-len(qkv) // 16), [*args, len(qkv), self.blocks]).run()
-        return qkv
-
-    def attend(self, qkv: Tensor, position: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-        """(float32 output [R, Hq·D], log-sum-exp [R, Hq]) of finished rows."""
-        out, lse = torch.empty(len(qkv), self.heads * self.dim), torch.empty(len(qkv), self.heads)
-        args = [qkv.data_ptr(), self.width, self.heads, self.kv_heads, self.dim]
-        args += [self.keys.data_ptr(), self.values.data_ptr(), int(self.dtype == torch.bfloat16)]
-        args += [self.table.data_ptr(), TABLE, sequence.data_ptr(), position.data_ptr(), out.data_ptr(), 0]
-        tail = [self.scratch.data_ptr(), self.scratch.shape[1], LONGEST, self.blocks]
-        attention.bind(len(qkv), [*args, lse.data_ptr(), self.dim**-0.5, *tail]).run()
-        return out, lse
-
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [Hq, R, D], k and v [Hkv, R, D]; k and v as the pages hold them."""
-        heads = qkv.reshape(len(qkv), -1, self.dim).transpose(0, 1)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads])
-        return q, k.to(self.dtype).float(), v.to(self.dtype).float()
-
-
-def rows(n: int, width: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+from support.attention import Bench, int32, rows
+from tithe.models.kernels import rms_norm, swiglu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

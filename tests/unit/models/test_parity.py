@@ -128,6 +128,13 @@ def test_the_trainers_log_probs_are_the_samplers(tmp_path: Path, architecture: s
     assert_trainer_agrees(tiny_decoder(tmp_path / "m", architecture, MODES[mode], **UNTIED))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("architecture", ["mistral", "mixtral", "glm4_moe", "gpt_oss", "minimax_m2"])
+def test_they_are_in_large_open_models(tmp_path: Path, architecture: str, mode: str) -> None:
+    """Windows, sinks, partial rotary, norms over whole projections, experts."""
+    assert_trainer_agrees(tiny_decoder(tmp_path / "m", architecture, MODES[mode]))
+
+
 @pytest.mark.parametrize("mode", ["bf16", "fp32"])
 @pytest.mark.parametrize("linear", ["Q4_1", "Q8_0"])
 def test_they_are_on_a_quantized_base(tmp_path: Path, linear: str, mode: str) -> None:
