@@ -118,7 +118,7 @@ class Case:
         """d_x, and the adapter's gradients by name."""
         d_x = torch.zeros(len(x), HIDDEN)
         gradients = BlockGradients.zeros(adapter) if adapter is not None else None
-        expert_backward(self.block, self.workspace(len(x), window), x, routed, d_out, d_x, adapter, gradients)
+        expert_backward(self.block, self.workspace(max(len(x), 1), window), x, routed, d_out, d_x, adapter, gradients)
         named: dict[str, Tensor] = {}
         for part in gradients.parts() if gradients is not None else ():
             named |= part.named(tensors or {})
@@ -147,7 +147,7 @@ class Case:
 
     def adapter(self, tensors: Mapping[str, Tensor], spec: LoraSpec) -> BlockAdapter:
         routed, shared = (
-            None if b is None else ExpertAdapter.build(b.sites, len(b), tensors, spec, self.operand)
+            None if b is None else ExpertAdapter.build(b.sites, len(b), tensors, spec, self.operand, b.first)
             for b in (self.block.routed, self.block.shared)
         )
         return BlockAdapter(routed, shared)

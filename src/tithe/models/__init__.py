@@ -4,6 +4,7 @@ the lane."""
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
 from tithe.models.expert_adapter import share_outer, split_experts, stack_experts
+from tithe.models.expert_parallel import IdlePass, on_ranks
 from tithe.models.forward import ForwardPlan, Segment
 from tithe.models.head import CHUNK_ROWS, Drawn, Draws, Head, ScoredRows, score_with_gradient
 from tithe.models.kv import PAGE, KVPages, PageAllocator
@@ -11,11 +12,13 @@ from tithe.models.lane import Lane, Ticker
 from tithe.models.layout import PageLayout, page_layout
 from tithe.models.loader import load_model
 from tithe.models.options import ModelOptions
+from tithe.models.ranks import ALONE, Ranks
 from tithe.models.routing import check_replay
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
 from tithe.models.training import Capacity, TrainPass, norm_backward
 
 __all__ = [
+    "ALONE",
     "CHUNK_ROWS",
     "PAGE",
     "AdapterGradients",
@@ -25,12 +28,14 @@ __all__ = [
     "Draws",
     "ForwardPlan",
     "Head",
+    "IdlePass",
     "KVPages",
     "Lane",
     "ModelAdapter",
     "ModelOptions",
     "PageAllocator",
     "PageLayout",
+    "Ranks",
     "ScoredRows",
     "Segment",
     "Ticker",
@@ -41,6 +46,7 @@ __all__ = [
     "choose",
     "load_model",
     "norm_backward",
+    "on_ranks",
     "page_layout",
     "score_with_gradient",
     "share_outer",

@@ -112,13 +112,14 @@ class Decoder:
         return max((block.router.n_experts for block in self.blocks()), default=0)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Module path → (out, in) of every adaptable linear, experts one by one."""
+        """Module path → (out, in) of every adaptable linear, experts one by one, those of other ranks too."""
         shapes: dict[str, tuple[int, int]] = {}
         for layer in self.layers:
             for linear in layer.linears().values():
                 shapes |= {site.module: (site.stop - site.start, linear.columns) for site in linear.sites}
-            for bank in layer.experts.banks() if layer.experts is not None else ():
-                shapes |= _expert_shapes(bank)
+            block = layer.experts
+            for bank in block.banks() if block is not None else ():
+                shapes |= _expert_shapes(bank, self.n_experts if bank.sites[0].is_numbered else len(bank))
         return shapes
 
     def resident_bytes(self) -> int:
@@ -164,12 +165,10 @@ class Decoder:
         out.copy_(self.embedding.gather(ids))
 
 
-def _expert_shapes(bank: ExpertBank) -> dict[str, tuple[int, int]]:
+def _expert_shapes(bank: ExpertBank, experts: int) -> dict[str, tuple[int, int]]:
     columns = {"gate_up": bank.hidden, "down": bank.width}
     return {
-        module: (site.stop - site.start, columns[site.place])
-        for site in bank.sites
-        for module in site.modules(len(bank))
+        module: (site.stop - site.start, columns[site.place]) for site in bank.sites for module in site.modules(experts)
     }
 
 
@@ -185,7 +184,7 @@ def _block_adapter(
     if block is None:
         return None
     built: list[ExpertAdapter | None] = [
-        None if bank is None else ExpertAdapter.build(bank.sites, len(bank), tensors, spec, dtype)
+        None if bank is None else ExpertAdapter.build(bank.sites, len(bank), tensors, spec, dtype, bank.first)
         for bank in (block.routed, block.shared)
     ]
     return BlockAdapter(*built) if any(part is not None for part in built) else None

@@ -148,14 +148,24 @@ class ExpertAdapter:
         tensors: Mapping[str, Tensor],
         spec: LoraSpec,
         dtype: torch.dtype,
+        first: int = 0,
     ) -> ExpertAdapter | None:
-        """From float32 tensors by name; None when no site is adapted. `AdapterError` for ranks that differ."""
+        """From float32 tensors by name, of all experts, for those from number `first`; None when no site is adapted.
+
+        `AdapterError` for ranks that differ.
+        """
         places: dict[str, PlaceTables] = {}
         for place in PLACES:
             found = [(s, names) for s in sites if s.place == place and (names := _names_in(s, tensors)) is not None]
             if found:
-                places[place] = _place(found, experts, tensors, spec, dtype)
+                own = {name: _own(tensors[name], first, experts) for _, names in found for name in names}
+                places[place] = _place(found, experts, own, spec, dtype)
         return ExpertAdapter(places) if places else None
+
+
+def _own(x: Tensor, first: int, experts: int) -> Tensor:
+    """The bank's experts of a tensor that every expert has; a shared one as it is."""
+    return x[first : first + experts] if x.ndim == 3 else x
 
 
 def _names_in(site: ExpertSite, tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:

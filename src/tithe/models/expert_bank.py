@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tithe.models.expert_adapter import ExpertAdapter, ExpertSite
+from tithe.models.ranks import ALONE, Ranks
 from tithe.models.routing import Router
 from tithe.quant import PackedMatrix
 from tithe.quant.grouped import GroupTable
@@ -80,6 +81,8 @@ class ExpertBlock:
     shared: ExpertBank | None = None
     gate_bias: Tensor | None = None
     correction: Tensor | None = None
+    ranks: Ranks = ALONE
+    """Who holds the other experts; `routed` are this rank's."""
 
     def banks(self) -> list[ExpertBank]:
         """Shared, then routed: the order in which they are added."""

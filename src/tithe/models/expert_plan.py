@@ -1,7 +1,8 @@
 """The forward of an expert block: every launch is built once on fixed buffers and replayed.
 
 A row's bits do not depend on the batch: products are row by row (`tithe.quant.grouped`), its router sees only it, and
-its results are added in ascending expert id, whatever window they fall in.
+its results are added in ascending expert id, whatever window they fall in. On several ranks (`ExpertBlock.ranks`)
+pairs travel to their experts and float32 answers come back, to be added here in the same order: the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tithe.models.exchange import Traffic, by_adapter
 from tithe.models.expert_adapter import ExpertAdapter
 from tithe.models.expert_bank import BlockAdapter, ExpertBank, ExpertBlock
 from tithe.models.expert_kernels import activate
@@ -31,13 +33,29 @@ class ExpertPlan:
     `segments` are (start, stop, adapter) ranges of rows, `replay` int32 [≥ rows, k] expert ids to take (None: the
     router chooses; see `tithe.models.routing.check_replay`). `routed` holds what was chosen until the next run: ids to
     record while sampling, ids and weights for the backward. Not thread-safe: it belongs to the lane.
+
+    On several ranks all of them run the layer together, those without rows too. `served` are the adapters that any
+    rank's segments may name, the same in the same order everywhere; None: each rank's segments name them all.
     """
 
-    __slots__ = ("_banks", "_gate", "_logits", "_route", "args", "block", "replay", "routed", "rows", "segments")
+    __slots__ = (
+        "_banks",
+        "_gate",
+        "_logits",
+        "_route",
+        "args",
+        "block",
+        "replay",
+        "routed",
+        "rows",
+        "segments",
+        "served",
+    )
 
     def __init__(self, block: ExpertBlock, workspace: Workspace, x: Tensor, out: Tensor) -> None:
         self.block, self.rows, self.args = block, x.shape[0], None
         self.segments: Sequence[BlockSegment] = ()
+        self.served: Sequence[BlockAdapter] | None = None
         self.replay: Tensor | None = None
         self.routed = Routed.allocate(block.router, x.shape[0])
         wide, self._gate = operand_steps(x)
@@ -46,7 +64,10 @@ class ExpertPlan:
         self._gate.append(block.gate.product(wide, self._logits))
         self._route = RouteStep(block.router, self._logits, self.routed, block.correction)
         self._banks = [
-            _BankPlan(bank, workspace, x, out, *pairs_of(bank, block, self.routed)) for bank in block.banks()
+            _ExchangedPlan(block, workspace, x, out, self.routed)
+            if bank is block.routed and block.ranks.size > 1
+            else _BankPlan(bank, workspace, x, out, *pairs_of(bank, block, self.routed))
+            for bank in block.banks()
         ]
 
     def forget(self, adapter: BlockAdapter) -> None:
@@ -67,10 +88,14 @@ class ExpertPlan:
 
     def run(self) -> None:
         """out[:rows] += block(x[:rows])."""
-        if self.rows == 0:
-            return
-        self.route()
+        if self.rows > 0:
+            self.route()
         for bank in self._banks:
+            if isinstance(bank, _ExchangedPlan):
+                bank.run(self.rows, self.segments, self.served)
+                continue
+            if self.rows == 0:
+                continue
             parts = [(a, b, one.of(bank.bank, self.block)) for a, b, one in self.segments if one is not None]
             bank.run(self.rows, [(a, b, adapter) for a, b, adapter in parts if adapter is not None and b > a])
 
@@ -122,6 +147,69 @@ class _BankPlan:
             for _, _, plan in plans:
                 plan.run("down")
             self._combine.run(rows, lo, hi)
+
+    def answer(
+        self, x: Tensor, ids: Tensor, segments: Sequence[tuple[int, int, ExpertAdapter]], out: Tensor, capacity: int
+    ) -> None:
+        """out [P, H] = the answers for rows x [P, H] of one pair each, ids int32 [P, 1], `capacity` at a time.
+
+        Launches that were built for k = 1. A sum that begins at -0 keeps every bit of its only term.
+        """
+        out.fill_(-0.0)
+        weights = torch.ones(len(x), 1)
+        for lo in range(0, len(x), capacity):
+            hi = min(lo + capacity, len(x))
+            self._steps.read(x[lo:hi], ids[lo:hi], weights)
+            self._combine.write(out[lo:hi], ids[lo:hi])
+            parts = [(max(a, lo) - lo, min(b, hi) - lo, one) for a, b, one in segments]
+            self.run(hi - lo, [(a, b, one) for a, b, one in parts if b > a])
+
+
+class _ExchangedPlan:
+    """The routed experts of all ranks for this rank's rows, and this rank's experts for all rows that come."""
+
+    def __init__(self, block: ExpertBlock, workspace: Workspace, x: Tensor, out: Tensor, routed: Routed) -> None:
+        self.bank, self._block, self._workspace = block.routed, block, workspace
+        self._x, self._out, self._routed = x, out, routed
+        nothing = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
+        self._own = _BankPlan(block.routed, workspace, x, out, *nothing)
+
+    def forget(self, adapter: ExpertAdapter | None) -> None:
+        self._own.forget(adapter)
+
+    def run(self, rows: int, segments: Sequence[BlockSegment], served: Sequence[BlockAdapter] | None) -> None:
+        """Exchange the pairs of the first `rows` rows and add the answers."""
+        if served is None:
+            served = list(dict.fromkeys(one for _, _, one in segments if one is not None))
+        ids, block = self._routed.ids[:rows], self._block
+        traffic = Traffic.begin(block.ranks, block.router.n_experts, ids, len(served))
+        which = torch.full((rows,), -1, dtype=torch.int32)
+        for start, stop, one in segments:
+            if one is not None:
+                which[start:stop] = served.index(one)
+        row = traffic.order // ids.shape[1]
+        sent = [ids.reshape(-1)[traffic.order, None], which[row, None], self._x[row]]
+        answers = traffic.back(self._answer(traffic.go(sent), served))
+        self._workspace.pairs.position[: ids.numel()] = traffic.inverse()
+        combine = Combine(answers, self._out, self._routed.ids, self._workspace, self._routed.weights)
+        combine.run(rows, 0, ids.numel())
+
+    def _answer(self, received: Sequence[Tensor], served: Sequence[BlockAdapter]) -> Tensor:
+        """float32 [P, H] of the pairs that came, in their order."""
+        ids, which, x = received
+        ids = (ids - self.bank.first).contiguous()
+        order, ranges = by_adapter(which.reshape(-1))
+        adapters = [one.of(self.bank, self._block) for one in served]
+        parts = [(a, b, one) for a, b, i in ranges if (one := adapters[i]) is not None]
+        out = torch.empty(len(ids), self.bank.hidden)
+        capacity = len(self._workspace.pairs.row)
+        if order is None:
+            self._own.answer(x, ids, parts, out, capacity)
+            return out
+        self._own.answer(x[order], ids[order], parts, out, capacity)
+        back = torch.empty_like(out)
+        back[order] = out
+        return back
 
 
 class _AdapterPlan:

@@ -8,6 +8,10 @@ output of down is not needed again: ⟨dy, W̃·act⟩ = ⟨dy·W̃, act⟩.
 The gradient also flows through the routing weights into the logits and x, though the router itself is frozen; the
 choice has no gradient. Sums over pairs run in sorted order, in fixed steps, window by window: the same on any number of
 threads, and equal at rounding level for any window.
+
+On several ranks operand rows and d_out travel to the experts once more, d_x and the weights' gradients come back. d_x
+is then the same bits as on one rank; an expert's adapter gradients arise where the expert lies, and sum pairs by the
+rank they come from, then by row: equal to one rank's at rounding level.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tithe.models.exchange import Traffic
 from tithe.models.expert_adapter import ExpertAdapter, PlaceTables, SiteTables
 from tithe.models.expert_bank import BlockAdapter, ExpertBank, ExpertBlock
 from tithe.models.expert_kernels import activate_backward
@@ -94,24 +99,63 @@ def expert_backward(
 ) -> None:
     """d_x [n, H] float32 += the input gradient of the block for d_out [n, H] float32; gradients += the adapter's.
 
-    `x` [n, H] are the operand rows of the forward, `routed` what it chose for them (the first n rows are used).
+    `x` [n, H] are the operand rows of the forward, `routed` what it chose for them (the first n rows are used). On
+    several ranks all of them call it together, those without rows too.
     """
     rows = len(x)
-    if rows == 0:
+    if rows == 0 and block.ranks.size == 1:
         return
     routed = routed.first(rows)
     d_weights: Tensor | None = None
     for bank in block.banks():
+        if rows == 0 and bank is not block.routed:
+            continue
         one = adapter.of(bank, block) if adapter is not None else None
         sums = None
         if one is not None and gradients is not None:
             sums = gradients.routed if bank is block.routed else gradients.shared
+        if bank is block.routed and block.ranks.size > 1:
+            d_weights = _exchanged_backward(block, workspace, x, routed, d_out, d_x, one, sums)
+            continue
         ids, weights = pairs_of(bank, block, routed)
         _BankBackward(bank, workspace, x, d_out, ids, weights, one, sums).run(d_x)
         if bank is block.routed:
             d_weights = workspace.pairs.d_weight[workspace.pairs.position[: ids.numel()].long()].view(ids.shape)
     assert d_weights is not None
-    _router_backward(block, x, routed, d_weights, d_x)
+    if rows > 0:
+        _router_backward(block, x, routed, d_weights, d_x)
+
+
+def _exchanged_backward(
+    block: ExpertBlock,
+    workspace: Workspace,
+    x: Tensor,
+    routed: Routed,
+    d_out: Tensor,
+    d_x: Tensor,
+    adapter: ExpertAdapter | None,
+    sums: ExpertGradients | None,
+) -> Tensor:
+    """d_x += the routed experts' share, wherever they lie; the gradients [n, k] of the weights. `sums` gets those of
+    this rank's experts for the rows of all ranks, which are all under one adapter."""
+    bank, pairs, ids = block.routed, workspace.pairs, routed.ids
+    traffic = Traffic.begin(block.ranks, block.router.n_experts, ids, int(adapter is not None))
+    row = traffic.order // ids.shape[1]
+    sent = [ids.reshape(-1)[traffic.order, None], routed.weights.reshape(-1)[traffic.order, None]]
+    own, weights, rows, d_rows = traffic.go([*sent, x[row], d_out[row].to(x.dtype)])
+    own, weights = (own - bank.first).contiguous(), weights.contiguous()
+    answers = torch.full((len(own), bank.hidden + 1), -0.0)
+    capacity = len(pairs.row)
+    for lo in range(0, len(own), capacity):
+        part = slice(lo, min(lo + capacity, len(own)))
+        backward = _BankBackward(bank, workspace, rows[part], d_rows[part], own[part], weights[part], adapter, sums)
+        backward.run(answers[part, : bank.hidden])
+        answers[part, bank.hidden] = pairs.d_weight[pairs.position[: len(own[part])].long()]
+    answers = traffic.back(answers)
+    inverse = traffic.inverse()
+    pairs.position[: ids.numel()] = inverse
+    Combine(answers[:, : bank.hidden].contiguous(), d_x, ids, workspace).run(len(x), 0, ids.numel())
+    return answers[inverse.long(), bank.hidden].view(ids.shape)
 
 
 def _router_backward(block: ExpertBlock, x: Tensor, routed: Routed, d_weights: Tensor, d_x: Tensor) -> None:

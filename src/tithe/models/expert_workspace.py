@@ -34,7 +34,7 @@ WINDOW = 8192
 
 class Workspace:
     """One set of buffers for all layers of a model: launches never overlap (one lane), and nothing in them outlives a
-    layer. `rows` is the most rows of a batch.
+    layer. `rows` is the most rows of a batch; on several ranks there is room for as many from each.
 
     Operands are stored as bf16 only where the processor has a dot product for them (`stored`; `mode` as in
     `tithe.quant.grouped_kernels`).
@@ -44,7 +44,7 @@ class Workspace:
         self.operand, self.rows = operand, rows
         self.stored = torch.bfloat16 if operand == torch.bfloat16 and HAS_BF16_DOT else torch.float32
         self.mode = 1 if self.stored == torch.bfloat16 else 2 if operand == torch.bfloat16 else 0
-        pairs = rows * max(block.router.per_token for block in blocks)
+        pairs = rows * max(block.router.per_token * block.ranks.size for block in blocks)
         banks = [bank for block in blocks for bank in block.banks()]
         self.window = min(window, pairs)
         self.experts = max(len(bank) for bank in banks)
@@ -141,6 +141,10 @@ class Gather:
         self._row = workspace.pairs.row.data_ptr()
         self._launch = gather_operands.bind(0, args, (x, out, workspace))
 
+    def read(self, x: Tensor) -> None:
+        """Take rows from another x [R, W], which must stay until they are gathered."""
+        self._launch.args[3:6] = x.data_ptr(), x.stride(0), int(x.dtype == torch.bfloat16)
+
     def run(self, lo: int, hi: int) -> None:
         """Pairs [lo, hi)."""
         args = self._launch.args
@@ -165,6 +169,11 @@ class Combine:
         args += [0, 0, out.data_ptr(), out.stride(0), out.shape[1], 0]
         self._launch = combine.bind(0, args, (y, out, ids, workspace, weights, bias))
 
+    def write(self, out: Tensor, ids: Tensor) -> None:
+        """Add to another out [R, H] for other ids of the same k, all weights 1; both must stay until then."""
+        self._launch.args[5], self._launch.args[7] = ids.data_ptr(), 0
+        self._launch.args[11:13] = out.data_ptr(), out.stride(0)
+
     def run(self, rows: int, lo: int, hi: int) -> None:
         """The first `rows` rows, pairs [lo, hi)."""
         args = self._launch.args
@@ -188,6 +197,11 @@ class BankSteps:
         self.act = workspace.view("act", bank.width)
         self._gather = Gather(x, self.x, workspace)
         self._product = product(bank.gate_up, self.x, self.hidden, self.groups, workspace.scratch)
+
+    def read(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Take other rows and pairs of the same k, which must stay until they are computed."""
+        self._sort.args[3:5] = ids.data_ptr(), weights.data_ptr()
+        self._gather.read(x)
 
     def windows(self, rows: int) -> list[tuple[int, int]]:
         """Sort the pairs of the first `rows` rows; their windows (first pair, last pair)."""

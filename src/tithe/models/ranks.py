@@ -1,0 +1,164 @@
+"""The ranks of a run: which one this is, and what it can tell the others.
+
+A value that is handed to whoever needs it; there is no default group. With one rank nothing is sent and nothing waits.
+Every rank calls the same methods in the same order: a call returns when all ranks have made it. When one has ended, or
+keeps silent for `timeout_s`, the others' calls raise `RunError`.
+
+Sums are taken in ascending rank, each element on one rank that then tells the others: every rank has the same bits, and
+so has every run on as many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tithe.arch import Shard
+from tithe.errors import ConfigError, RunError
+
+BUCKET_BYTES = 32 << 20
+"""Tensors are summed together up to this size."""
+
+
+@dataclass(eq=False)
+class Ranks:
+    """One rank of `size`; `group` connects it to the others (gloo; None for one rank).
+
+    Example: ``Ranks.join(rank, 4, run_dir / "ranks")`` in each of four processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    timeout_s: float = 0.0
+
+    @staticmethod
+    def join(rank: int, size: int, meeting: Path, timeout_s: float = 600.0) -> Ranks:
+        """Meet the others through a file that all can write and that does not exist before the first comes.
+
+        Connects through the interface that GLOO_SOCKET_IFNAME names, else the host's own. `RunError` when not all come
+        within `timeout_s`.
+        """
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank} of {size}: ranks count from 0 to {size - 1}")
+        if size == 1:
+            return Ranks()
+        try:
+            store = dist.FileStore(str(meeting), size)
+            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RunError(f"rank {rank} did not meet the other {size - 1} within {timeout_s:g} s: {error}") from error
+        return Ranks(rank, size, cast("dist.ProcessGroup", group), timeout_s)  # its methods are the same
+
+    @property
+    def shard(self) -> Shard:
+        """Which experts this rank holds."""
+        return Shard(self.rank, self.size)
+
+    def close(self) -> None:
+        """Leave; calls of the others fail from now on."""
+        self.group = None
+
+    # ------------------------------------------------------------------ messages
+
+    def _meet(self, call: Callable[[dist.ProcessGroup], Any]) -> None:
+        if self.group is None:
+            raise RunError(f"rank {self.rank} of {self.size} has left the others")
+        try:
+            call(self.group).wait()
+        except RuntimeError as error:
+            raise RunError(
+                f"rank {self.rank} of {self.size} lost the others: one has ended, or was silent for {self.timeout_s:g} "
+                f"s; look into its output, then resume ({str(error).splitlines()[0][:200]})"
+            ) from error
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """rows [Σ send, …]: the first send[0] go to rank 0, and so on. Returns [Σ receive, …], by rank they come from.
+
+        Rows are bits: any dtype.
+        """
+        out = torch.empty(sum(receive), *rows.shape[1:], dtype=rows.dtype)
+        if self.size == 1:
+            return out.copy_(rows)
+        width = rows.element_size() * rows[:1].numel() if len(rows) else out.element_size() * out[:1].numel()
+        sizes = [[n * width for n in counts] for counts in (receive, send)]
+        sent, got = (t.contiguous().view(torch.uint8).view(-1) for t in (rows, out))
+        self._meet(lambda group: group.alltoall_base(got, sent, sizes[0], sizes[1]))
+        return out
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, which has one shape and dtype on all ranks."""
+        if self.size == 1:
+            return [x]
+        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        self._meet(lambda group: group.allgather([found], [x.contiguous()]))
+        return found
+
+    def gather_blocks(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[Σ sizes, …] from each rank's [sizes[rank], …], in the order of ranks."""
+        padded = own.new_zeros(max(sizes), *own.shape[1:])
+        padded[: len(own)] = own
+        return torch.cat([part[:n] for part, n in zip(self.all_gather(padded), sizes, strict=True)])
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace float tensors, alike on all ranks, by their sums over ranks."""
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            total = self._sum_flat(flat)
+            for t, part in zip(bucket, total.split([t.numel() for t in bucket]), strict=True):
+                t.copy_(part.view(t.shape))
+
+    def _sum_flat(self, flat: Tensor) -> Tensor:
+        """Each rank sums a slice, in ascending rank, and all tell theirs."""
+        each = -(-flat.numel() // self.size)
+        slices = torch.nn.functional.pad(flat, (0, each * self.size - flat.numel())).view(self.size, each)
+        parts = self.all_to_all(slices, [1] * self.size, [1] * self.size)
+        mine = parts[0].clone()
+        for part in parts[1:]:
+            mine += part
+        return torch.cat(self.all_gather(mine))[: flat.numel()]
+
+    def broadcast(self, data: bytes = b"", root: int = 0) -> bytes:
+        """The root's bytes, on every rank."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)])
+        self._meet(lambda group: group.broadcast(length, root))
+        body = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == root:
+            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else body)
+        self._meet(lambda group: group.broadcast(body, root))
+        return body.numpy().tobytes()
+
+    def barrier(self) -> None:
+        """Wait until all have come here."""
+        if self.size > 1:
+            self.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+
+ALONE = Ranks()
+"""The only rank."""
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to `BUCKET_BYTES` (a larger tensor is alone)."""
+    bucket: list[Tensor] = []
+    size = 0
+    for t in tensors:
+        n_bytes = t.numel() * t.element_size()
+        if bucket and (size + n_bytes > BUCKET_BYTES or t.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(t)
+        size += n_bytes
+    if bucket:
+        yield bucket
