@@ -26,7 +26,7 @@ from tithe.lora import LoraSpec, init_tensors
 from tithe.losses import Aggregation, LossSettings
 from tithe.models import Decoder, Lane
 from tithe.models.lane import _run, _tick
-from tithe.trainer import Perturbed, StepResult, Trainer, TrainerSettings, probe_masters
+from tithe.trainer import FullTrainer, Perturbed, StepResult, Trainer, TrainerSettings, probe_masters
 from tithe.types import (
     Completion,
     FinishReason,
@@ -122,7 +122,7 @@ def batch(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] 
     return TrainingBatch(groups, rows, 0)
 
 
-def train(learner: Trainer, what: TrainingBatch) -> StepResult:
+def train(learner: Trainer | FullTrainer, what: TrainingBatch) -> StepResult:
     """One optimizer step, without a lane."""
     for micro in learner.plan(what):
         learner.accumulate(micro)

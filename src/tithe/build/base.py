@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tithe.arch import Checkpoint, find_demo_model, read_checkpoint
+from tithe.arch import ArchSpec, Checkpoint, TensorFormat, base_bytes, find_demo_model, read_checkpoint
 from tithe.config import RunConfig
 from tithe.errors import ConfigError
 from tithe.models import Decoder, Lane, ModelOptions, choose, load_model
@@ -19,17 +19,42 @@ from tithe.utils.memory import release_unused
 EIGHT_BITS = 1.1
 """Bytes a weight up to which a checkpoint counts as "8 bits or fewer already"."""
 
+TRAINABLE = (TensorFormat.BF16, TensorFormat.F32)
+"""Formats whose every parameter can be trained."""
+
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """One frozen base in memory. `cfg` is the configuration with `compute` and `compute_dtype` settled."""
+    """What a run computes on. `cfg` is the configuration with `compute` and `compute_dtype` settled.
+
+    `held` is the one frozen base in memory, None where every parameter is trained: `options` then say how the engine
+    holds its copies, and `path` is the directory they begin from.
+    """
 
     cfg: RunConfig
     path: Path
-    decoder: Decoder
+    spec: ArchSpec
+    options: ModelOptions
+    checksum: str
+    n_tokens: int
+    """Ids below this can be sampled."""
+    file_bytes: int
+    numeric_mode: str
+    held: Decoder | None
     renderer: ChatRenderer
     lane: Lane
     tuning_s: dict[str, float]
+
+    @property
+    def decoder(self) -> Decoder:
+        """The frozen base."""
+        assert self.held is not None, "a run that trains every parameter holds no frozen base"
+        return self.held
+
+    @property
+    def max_context(self) -> int:
+        """Positions that may be used."""
+        return min(self.options.max_context, self.spec.max_position_embeddings)
 
 
 def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
@@ -42,6 +67,8 @@ def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
     torch.set_num_threads(1)  # in this thread; the lane alone computes with more (see `quant.set_threads`)
     path = Path(cfg.model.path) if cfg.model.path is not None else find_demo_model()
     checkpoint = read_checkpoint(path)
+    if cfg.model.train == "full":
+        _check_full(cfg, checkpoint)
     options = _options(cfg, checkpoint)
     lane = Lane(threads=cfg.run.threads or len(os.sched_getaffinity(0))).start()
     try:
@@ -65,15 +92,29 @@ def _load(
     if tuning.seconds:
         timed = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in tuning.seconds.items())
         say(f"model.compute: {tuning.options.compute}, {tuning.options.compute_dtype} operands (measured: {timed})")
-    decoder = lane.call(load_model, checkpoint, tuning.options)
-    renderer = load_renderer(path)
+    full = cfg.model.train == "full"
+    held = None if full else lane.call(load_model, checkpoint, tuning.options)
+    mode = tuning.options.numeric_mode
+    base = Base(
+        cfg=cfg,
+        path=path,
+        spec=checkpoint.spec,
+        options=tuning.options,
+        checksum=lane.call(checkpoint.checksum) if held is None else held.checksum,
+        n_tokens=checkpoint.padded_vocab.start,
+        file_bytes=base_bytes(checkpoint) if held is None else held.file_bytes,
+        numeric_mode=f"full={cfg.model.base_dtype};copy={tuning.options.quantize};{mode}" if full else mode,
+        held=held,
+        renderer=load_renderer(path),
+        lane=lane,
+        tuning_s=tuning.seconds,
+    )
     del checkpoint
     release_unused()
-    say(
-        f"base: {path.name}, {decoder.spec.n_layers} layers, {decoder.resident_bytes() / 1e6:.0f} MB resident "
-        f"({decoder.file_bytes / 1e6:.0f} MB of tensors in the file)"
-    )
-    return Base(cfg, path, decoder, renderer, lane, tuning.seconds)
+    resident = "every parameter is trained" if held is None else f"{held.resident_bytes() / 1e6:.0f} MB resident"
+    in_file = f"{base.file_bytes / 1e6:.0f} MB of tensors in the file"
+    say(f"base: {path.name}, {base.spec.n_layers} layers, {resident} ({in_file})")
+    return base
 
 
 def _options(cfg: RunConfig, checkpoint: Checkpoint) -> ModelOptions:
@@ -94,3 +135,25 @@ def _options(cfg: RunConfig, checkpoint: Checkpoint) -> ModelOptions:
         )
     quantize = "int8" if m.load_in_8bit else m.quantize
     return ModelOptions(base_dtype=m.base_dtype, quantize=quantize, max_context=m.max_context)
+
+
+def _check_full(cfg: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise `ConfigError` for a base whose parameters cannot all be trained."""
+    if not checkpoint.path.is_dir():
+        raise ConfigError(
+            f"model.train = full: {checkpoint.path.name} is no directory of safetensors; give model.path a Hugging Face"
+            " directory with BF16 or F32 weights, or train an adapter (model.train = lora)",
+            key="model.path",
+        )
+    packed = sorted({str(t.format) for t in checkpoint.tensors.values() if t.format not in TRAINABLE})
+    if packed:
+        raise ConfigError(
+            f"model.train = full: {checkpoint.path.name} holds {', '.join(packed)} weights, which cannot be trained; "
+            "give model.path a directory with BF16 or F32 weights, or train an adapter (model.train = lora)",
+            key="model.path",
+        )
+    if checkpoint.spec.mixture.layers and cfg.rl.router_replay:
+        raise ConfigError(
+            "rl.router_replay = true: with model.train = full transformers routes by itself; set it to false",
+            key="rl.router_replay",
+        )

@@ -17,7 +17,7 @@ from tithe.errors import AdapterError
 from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
 from tithe.pool import PoolReader
 from tithe.quant import kernel_threads
-from tithe.trainer import Perturbed, score_groups
+from tithe.trainer import FullTrainer, Perturbed, score_groups
 from tithe.trainer.passes import Passes
 from tithe.types import RolloutGroup
 from tithe.utils.durable import write_text
@@ -37,16 +37,22 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
     """Score the newest trained groups whose version is still on disk, until there are 2,000 tokens; writes parity.json.
 
     Rollouts that continued over another version's keys and values (`on_publish: keep`) are left out. `cross_check` also
-    scores them with the base held the other way (packed against dequantized). None, and no file, when the pool has
-    nothing to compare.
+    scores them with the base held the other way (packed against dequantized). Where every parameter is trained, the
+    difference is the gap between transformers and the engine's (maybe quantized) copy. None, and no file, when the pool
+    has nothing to compare.
     """
     by_version = _collect(session, run_dir)
     if not by_version:
         return None
+    if isinstance(session.trainer, FullTrainer):
+        result = {**_common(by_version), **session.base.lane.call(_compare_copies, session.trainer, by_version)}
+        result |= {"numeric_mode": session.base.numeric_mode, "copy": session.base.options.quantize}
+        write_text(run_dir / "parity.json", json.dumps(result, indent=1))
+        return result
     lane, decoder = session.base.lane, session.base.decoder
     own, floor = lane.call(_compare, session, decoder, by_version)
     options = decoder.options
-    result: dict[str, object] = {
+    result = {
         "max_abs_dlogp": own.largest,
         "mean_abs_dlogp": own.mean,
         "tokens": own.tokens,
@@ -57,11 +63,7 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
         "base_dtype": options.base_dtype,
         "attention": "pages of 16 keys, one row at a time",
         "numeric_mode": options.numeric_mode,
-        "optimizer_steps": max(read_manifest(directory).optimizer_step for directory in by_version),
-        "versions": len(by_version),
-        "groups": sum(len(groups) for groups in by_version.values()),
-        "lengths": _lengths(by_version),
-        "threads": kernel_threads(),
+        **_common(by_version),
         "adapter_dropout": "off" if session.cfg.lora.dropout == 0 else f"{session.cfg.lora.dropout}, off while scoring",
     }
     if cross_check:
@@ -109,7 +111,7 @@ def _compare(
         _, tensors, spec = load_published(directory, decoder.linear_shapes())
         adapter = TrainAdapter.for_scoring(decoder, tensors, spec)
         if passes is None and decoder is session.base.decoder:
-            passes = session.trainer.passes  # its buffers are there already
+            passes = session.adapter_trainer.passes  # its buffers are there already
         elif passes is None:
             checkpointing = session.cfg.model.activation_checkpointing
             passes = Passes(decoder, adapter.widths(), checkpointing=checkpointing, dropout=0.0)
@@ -128,6 +130,25 @@ def _compare(
         passes.forget(adapter)
     flat = np.concatenate(differences)
     return _Difference(float(flat.max()), float(flat.mean()), len(flat)), floor
+
+
+def _common(by_version: dict[Path, list[RolloutGroup]]) -> dict[str, object]:
+    return {
+        "optimizer_steps": max(read_manifest(directory).optimizer_step for directory in by_version),
+        "versions": len(by_version),
+        "groups": sum(len(groups) for groups in by_version.values()),
+        "lengths": _lengths(by_version),
+        "threads": kernel_threads(),
+    }
+
+
+def _compare_copies(trainer: FullTrainer, by_version: dict[Path, list[RolloutGroup]]) -> dict[str, object]:
+    """On the lane: transformers on each published model against what the engine's copy of it sampled."""
+    differences: list[np.ndarray] = []
+    for directory, groups in by_version.items():
+        differences += _against_sampler(groups, trainer.score(groups, trainer.load_version(directory)))
+    flat = np.concatenate(differences)
+    return {"max_abs_dlogp": float(flat.max()), "mean_abs_dlogp": float(flat.mean()), "tokens": len(flat)}
 
 
 def _against_sampler(groups: Sequence[RolloutGroup], scored: Sequence[Sequence[np.ndarray | None]]) -> list[np.ndarray]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tithe.arch import find_demo_model
 from tithe.build.certificate import certify
-from tithe.build.hooks import Evaluator, Publisher
+from tithe.build.full_hooks import FINAL_MODEL
+from tithe.build.hooks import Evaluator, make_publisher
 from tithe.build.running import run
 from tithe.build.session import Session, open_session, say
 from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
@@ -31,7 +32,7 @@ def evaluate(target: Path, overrides: list[str]) -> dict[str, object]:
     """Score a run's final adapter, or the starting policy of a run file, on the held-out questions."""
     is_run = target.is_dir()
     cfg = load_run(target, overrides) if is_run else load_config(target, overrides)
-    adapter = _final_adapter(target) if is_run else None
+    adapter = _final_policy(target, cfg) if is_run else None
     with open_session(cfg, adapter=adapter) as session, tempfile.TemporaryDirectory() as scratch:
         row = Evaluator(session, Path(scratch), None)(_serve(session, Path(scratch)))
         assert row is not None  # nobody breaks it off
@@ -41,7 +42,7 @@ def evaluate(target: Path, overrides: list[str]) -> dict[str, object]:
 def sample(run_dir: Path, prompt: str, overrides: list[str]) -> dict[str, object]:
     """Answer a prompt with a run's final adapter, under the run's own sampling settings."""
     cfg = load_run(run_dir, overrides)
-    with open_session(cfg, adapter=_final_adapter(run_dir)) as session, tempfile.TemporaryDirectory() as scratch:
+    with open_session(cfg, adapter=_final_policy(run_dir, cfg)) as session, tempfile.TemporaryDirectory() as scratch:
         served = _serve(session, Path(scratch))
         renderer = session.base.renderer
         message = [{"role": "user", "content": prompt}]
@@ -68,14 +69,14 @@ def parity(cfg_or_run_dir: RunConfig | Path) -> dict[str, object]:
     """The parity certificate of a run directory; of a run file, after a short training run in a scratch directory."""
     if isinstance(cfg_or_run_dir, Path):
         cfg = load_run(cfg_or_run_dir)
-        with open_session(cfg, adapter=_final_adapter(cfg_or_run_dir)) as session:
+        with open_session(cfg, adapter=_final_policy(cfg_or_run_dir, cfg)) as session:
             result = _certificate(session, cfg_or_run_dir)
         return {**result, "text": _certificate_text(result)}
     cfg = _short(cfg_or_run_dir)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "parity"
         run(cfg, run_dir, evaluating=False, report=False)
-        with open_session(load_run(run_dir), adapter=run_dir / "adapter") as session:
+        with open_session(load_run(run_dir), adapter=_final_policy(run_dir, cfg)) as session:
             result = _certificate(session, run_dir)
     return {**result, "text": _certificate_text(result)}
 
@@ -92,7 +93,7 @@ def check(cfg: RunConfig) -> dict[str, object]:
     A run's own base may take minutes to load; what is checked here (rows, template, reward, settings) does not need it.
     """
     group = cfg.rl.samples_per_prompt
-    own = {"path": None, "quantize": "none", "load_in_8bit": False}
+    own = {"path": None, "train": "lora", "quantize": "none", "load_in_8bit": False}
     model = cfg.model.model_copy(update={**own, "max_context": min(cfg.model.max_context, SMALL_CONTEXT)})
     updates = {"batch_size_per_update": 2 * group, "max_policy_update_lag": 0, "max_sample_age": 0, "sync_every": 1}
     rl = cfg.rl.model_copy(update={**updates, "rollout_buffer_size": 2 * group})
@@ -142,17 +143,16 @@ def demo(overrides: list[str]) -> dict[str, object]:
 def _serve(session: Session, scratch: Path) -> ServedVersion:
     """Publish the session's policy in a scratch directory and have the engine prove it."""
     version = PolicyVersion(0, 0)
-    name = Publisher(session, DirectoryChannel(scratch / "adapters", "once")).publish(version)
+    name = make_publisher(session, DirectoryChannel(scratch / "adapters", "once")).publish(version)
     return ServedVersion(version, name)
 
 
-def _final_adapter(run_dir: Path) -> Path:
-    adapter = run_dir / "adapter"
-    if not adapter.is_dir():
-        raise ResumeError(
-            f"{run_dir} has no final adapter yet: let the run end, or go on with `tithe resume {run_dir}`"
-        )
-    return adapter
+def _final_policy(run_dir: Path, cfg: RunConfig) -> Path:
+    what = FINAL_MODEL if cfg.model.train == "full" else "adapter"
+    policy = run_dir / what
+    if not policy.is_dir():
+        raise ResumeError(f"{run_dir} has no final {what} yet: let the run end, or go on with `tithe resume {run_dir}`")
+    return policy
 
 
 def _short(cfg: RunConfig) -> RunConfig:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tithe.build.full_hooks import FullPublisher
 from tithe.build.session import Session
 from tithe.checkpoint import prune as prune_checkpoints
 from tithe.checkpoint import save_checkpoint
@@ -15,7 +16,7 @@ from tithe.errors import NonFiniteError
 from tithe.orchestration import RunControl, ServedVersion, TrainHooks, evaluate
 from tithe.pool import PoolReader
 from tithe.trainer import Perturbed, probe_logp, probe_masters
-from tithe.types import PolicyVersion
+from tithe.types import MetricSink, PolicyVersion
 from tithe.utils.durable import write_text
 from tithe.utils.memory import release_unused
 from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
@@ -27,16 +28,21 @@ CERTIFIED_TOKENS = 2_000
 """Tokens of the newest trained rollouts whose versions stay on disk for the parity certificate."""
 
 
+def probe_question(session: Session) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and completion of a run's probe, of a size that the engine can hold."""
+    ids = [session.prompts.prompt_ids(item.id) for item in session.prompts.items[:2]]
+    longest = session.cfg.rollout.max_prompt_tokens + session.cfg.rollout.max_new_tokens
+    target = ids[-1][-min(PROBE_TOKENS, longest - 1) :]
+    return tuple(ids[0][len(target) - longest :]), tuple(target)
+
+
 class Publisher:
     """Publishes the trainer's adapter and has the engine prove it."""
 
     def __init__(self, session: Session, channel: DirectoryChannel) -> None:
         self._session, self._channel = session, channel
         self._parent: tuple[str, list[float]] | None = None
-        ids = [session.prompts.prompt_ids(item.id) for item in session.prompts.items[:2]]
-        longest = session.cfg.rollout.max_prompt_tokens + session.cfg.rollout.max_new_tokens  # what the engine can hold
-        self._target = ids[-1][-min(PROBE_TOKENS, longest - 1) :]
-        self._prompt = ids[0][len(self._target) - longest :]
+        self._prompt, self._target = probe_question(session)
         self.noise_floor = 0.0
 
     def publish(self, version: PolicyVersion) -> str:
@@ -52,7 +58,7 @@ class Publisher:
 
     def _write(self, version: PolicyVersion) -> tuple[Path, list[float]]:
         """The published directory and the trainer's answer to the probe. The engine reads its own copy from disk."""
-        trainer, base = self._session.trainer, self._session.base
+        trainer, base = self._session.adapter_trainer, self._session.base
         tensors = trainer.adapter_tensors()
         ask = (trainer.passes, self._prompt, self._target)
         logp = base.lane.call(probe_logp, *ask, trainer.adapter)
@@ -170,7 +176,16 @@ class Saver:
         return used
 
 
-def train_hooks(publisher: Publisher, evaluator: Evaluator | None, saver: Saver) -> TrainHooks:
+def make_publisher(
+    session: Session, channel: DirectoryChannel, sink: MetricSink | None = None
+) -> Publisher | FullPublisher:
+    """What publishes a session's policy; `sink` gets what the publishing of whole models measures."""
+    if session.base.held is None:
+        return FullPublisher(session, channel, probe_question(session), sink)
+    return Publisher(session, channel)
+
+
+def train_hooks(publisher: Publisher | FullPublisher, evaluator: Evaluator | None, saver: Saver) -> TrainHooks:
     """All of it as the loop takes it; without an evaluator nothing is scored."""
     return TrainHooks(
         publish=publisher.publish,

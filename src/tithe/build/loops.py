@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from tithe.advantages import batch_advantages
-from tithe.build.hooks import Evaluator, Publisher, Saver, train_hooks
+from tithe.build.hooks import Evaluator, Saver, make_publisher, train_hooks
 from tithe.build.record import RunRecord
 from tithe.build.session import Session
 from tithe.config import RunConfig
@@ -54,7 +54,9 @@ def train_and_roll(
         plan=_rollout_plan(session),
     )
     evaluator = Evaluator(session, run_dir, control) if evaluating else None
-    with _sinks(cfg, run_dir, pool.serial) as sink:
+    with _sinks(cfg, run_dir, pool.serial) as fan:
+        sink = _Observed(fan, record)
+        publisher = make_publisher(session, channel, sink)
         train_loop = TrainLoop(
             pool=pool,
             learner=Learner(
@@ -67,10 +69,10 @@ def train_and_roll(
             control=control,
             bounds=_bounds(cfg),
             counters=counters,
-            sink=_Observed(sink, record),
-            lineage=channel.lineage_after_resume(pool.serial, session.base.decoder.options.numeric_mode),
+            sink=sink,
+            lineage=channel.lineage_after_resume(pool.serial, session.base.numeric_mode),
             plan=_train_plan(cfg, evaluating=evaluating),
-            hooks=train_hooks(Publisher(session, channel), evaluator, Saver(session, run_dir, channel)),
+            hooks=train_hooks(publisher, evaluator, Saver(session, run_dir, channel)),
         )
         if start is not None:
             train_loop.resume_from(start)

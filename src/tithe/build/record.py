@@ -14,6 +14,7 @@ import torch
 
 import tithe
 from tithe.build.session import Session
+from tithe.engines import CopiedEngine
 from tithe.quant import HAS_BF16_DOT, kernel_threads
 from tithe.utils.durable import write_text
 from tithe.utils.memory import pss_bytes
@@ -41,7 +42,7 @@ class RunRecord:
     def __init__(self, run_dir: Path, session: Session) -> None:
         self.path = run_dir / "run.json"
         self._begun = datetime.now(UTC)
-        decoder, cfg = session.base.decoder, session.cfg
+        base, cfg = session.base, session.cfg
         self._session = session
         self._values: dict[str, Any] = {
             "name": cfg.run.name,
@@ -51,11 +52,12 @@ class RunRecord:
             "commit": source_commit(),
             "model": {
                 "name": session.base.path.stem if session.base.path.is_file() else session.base.path.name,
-                "architecture": decoder.spec.architecture,
-                "checksum": decoder.checksum,
-                "numeric_mode": decoder.options.numeric_mode,
-                "compute": decoder.options.compute,
-                "compute_dtype": decoder.options.compute_dtype,
+                "architecture": base.spec.architecture,
+                "train": cfg.model.train,
+                "checksum": base.checksum,
+                "numeric_mode": base.numeric_mode,
+                "compute": base.options.compute,
+                "compute_dtype": base.options.compute_dtype,
             },
             "machine": {
                 "processor": platform.machine(),
@@ -87,14 +89,16 @@ class RunRecord:
         write_text(self.path, json.dumps(self._values, indent=1, default=str))
 
     def _memory(self) -> None:
-        decoder, session = self._session.base.decoder, self._session
+        session = self._session
+        held, engine = session.base.held, session.engine
         pss = pss_bytes()
         before = self._values.get("memory", {}).get("peak_pss_bytes") or 0
         self._values["memory"] = {
-            "base_resident_bytes": decoder.resident_bytes(),
-            "base_file_bytes": decoder.file_bytes,
+            "base_resident_bytes": 0 if held is None else held.resident_bytes(),
+            "base_file_bytes": session.base.file_bytes,
+            "engine_copies_bytes": engine.copy_bytes() if isinstance(engine, CopiedEngine) else 0,
             "adapter_state_bytes": session.trainer.memory_bytes(),
-            "kv_pages_bytes": session.engine.pages.n_bytes,
+            "kv_pages_bytes": int(engine.stats()["kv_bytes"]),
             "peak_pss_bytes": max(before, pss or 0) or None,
         }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tithe.build.certificate import certify
+from tithe.build.full_hooks import save_final_model
 from tithe.build.hooks import POOL_FILE
 from tithe.build.loops import METRICS_FILE, train_and_roll
 from tithe.build.origin import write_origin
@@ -22,6 +23,7 @@ from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import StopReason, TrainOutcome
 from tithe.pool import Checkpoint, Pool, PromptSource
+from tithe.trainer import FullTrainer
 from tithe.utils.durable import explain, remove_directory, write_text
 from tithe.weight_sync import DirectoryChannel, read_manifest
 
@@ -117,7 +119,7 @@ def _reopen(stack: ExitStack, session: Session, run_dir: Path) -> tuple[Pool, Ch
 
 def _check_base(session: Session, run_dir: Path) -> None:
     versions = DirectoryChannel(run_dir / "adapters", session.cfg.run.name).list_versions()
-    if versions and read_manifest(versions[-1]).base_checksum != session.base.decoder.checksum:
+    if versions and read_manifest(versions[-1]).base_checksum != session.base.checksum:
         raise ResumeError(f"model.path = {session.base.path} is another base than the one this run was begun with")
 
 
@@ -146,7 +148,7 @@ def _finish(
     session: Session, run_dir: Path, pool: Pool, outcome: TrainOutcome, record: RunRecord, *, report: bool
 ) -> Finished:
     cfg, trainer = session.cfg, session.trainer
-    _save_final_adapter(session, run_dir)
+    _save_final(session, run_dir)
     before, after = _evaluations(run_dir)
     stopped = outcome.reason is StopReason.SIGNAL
     certificate = None if stopped else certify(session, run_dir)
@@ -178,7 +180,10 @@ def _finish(
     return Finished(outcome, before, after, result)
 
 
-def _save_final_adapter(session: Session, run_dir: Path) -> None:
+def _save_final(session: Session, run_dir: Path) -> None:
+    if isinstance(session.trainer, FullTrainer):
+        session.base.lane.call(save_final_model, session.trainer, run_dir)
+        return
     target = run_dir / "adapter"
     if target.exists():
         remove_directory(target)

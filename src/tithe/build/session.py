@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from tithe.build.base import Base, open_base
+from tithe.build.full import copied_engine, full_trainer
 from tithe.build.origin import origin_problem
 from tithe.config import RunConfig
-from tithe.engines import SharedEngine
+from tithe.engines import CopiedEngine, SharedEngine
 from tithe.envs import EncodedPrompts, SingleTurnEnv, Task, encode_prompts, load_task
 from tithe.errors import AdapterError, ConfigError
 from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
@@ -22,7 +23,7 @@ from tithe.losses import Aggregation, LossSettings
 from tithe.models import PAGE, KVPages, share_outer, split_experts, stack_experts
 from tithe.orchestration import Player, generate_with
 from tithe.rewards import RewardPool, build_reward
-from tithe.trainer import Trainer, TrainerSettings
+from tithe.trainer import FullTrainer, Trainer, TrainerSettings
 from tithe.types import PromptItem, SamplingParams
 
 
@@ -40,8 +41,8 @@ class Session:
     task: Task
     prompts: EncodedPrompts
     rewards: RewardPool
-    engine: SharedEngine
-    trainer: Trainer
+    engine: SharedEngine | CopiedEngine
+    trainer: Trainer | FullTrainer
     player: Player
     params: SamplingParams
     closers: list[Callable[[], None]] = field(default_factory=list)
@@ -56,10 +57,16 @@ class Session:
         held_out = {item.id for item in self.task.eval}
         return tuple(item for item in self.prompts.items if item.id in held_out)
 
+    @property
+    def adapter_trainer(self) -> Trainer:
+        """The trainer of a run that learns an adapter."""
+        assert isinstance(self.trainer, Trainer), "a run that trains every parameter has no adapter"
+        return self.trainer
+
     def published_tensors(self) -> Mapping[str, Tensor]:
         """The trainer's adapter as it is published: experts one by one, what they share under every number. No copies
         of what is not shared."""
-        return split_experts(self.trainer.adapter_tensors(), repeat=self.base.decoder.n_experts)
+        return split_experts(self.adapter_trainer.adapter_tensors(), repeat=self.base.decoder.n_experts)
 
     def close(self) -> None:
         """End workers and lane; a second call does nothing."""
@@ -78,7 +85,8 @@ class Session:
 def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path | None = None) -> Session:
     """Load the base, read the task, start graders, make trainer and engine.
 
-    `adapter` (or else `lora.init_from`) is a PEFT directory the policy starts from. Cheap inputs are checked
+    `adapter` (or else `lora.init_from`) is a PEFT directory the policy starts from; a model's directory where every
+    parameter is trained. Cheap inputs are checked
     before the base is loaded. Raises `UserError`.
     """
     rewards = RewardPool(
@@ -106,9 +114,7 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
             on_long_prompt=cfg.rollout.on_long_prompt,
             system_prompt=cfg.rollout.system_prompt,
         )
-        spec, tensors = _adapter(cfg, base, adapter)
-        trainer = base.lane.call(Trainer, base.decoder, spec, tensors, trainer_settings(cfg))
-        engine = base.lane.call(_engine, cfg, base)
+        trainer, engine = base.lane.call(_learning, cfg, base, adapter)
         player = Player(
             SingleTurnEnv(base.renderer, rewards), generate_with(engine), lambda i: prompts.prompt_ids(i.id)
         )
@@ -118,6 +124,19 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
             closers.pop()()
         raise
     return Session(cfg, base, task, prompts, rewards, engine, trainer, player, params, closers)
+
+
+def _learning(
+    cfg: RunConfig, base: Base, given: Path | None
+) -> tuple[Trainer | FullTrainer, SharedEngine | CopiedEngine]:
+    """Trainer and engine. On the lane."""
+    settings = _engine_settings(cfg, base)
+    if base.held is None:
+        return full_trainer(cfg, base, trainer_settings(cfg), given), copied_engine(cfg, base, settings)
+    spec, tensors = _adapter(cfg, base, given)
+    trainer = Trainer(base.decoder, spec, tensors, trainer_settings(cfg))
+    live, follow = cfg.engine.max_live_versions, cfg.rollout.on_publish
+    return trainer, SharedEngine(base.decoder, base.lane, max_live_versions=live, on_publish=follow, **settings)
 
 
 def sampling_params(cfg: RunConfig, base: Base) -> SamplingParams:
@@ -192,31 +211,28 @@ def _adapter(cfg: RunConfig, base: Base, given: Path | None) -> tuple[LoraSpec, 
     return spec, share_outer(fresh) if cfg.lora.expert_layout == "shared_outer" else fresh
 
 
-def _engine(cfg: RunConfig, base: Base) -> SharedEngine:
+def _engine_settings(cfg: RunConfig, base: Base) -> dict[str, Any]:
+    """What an engine on one base is made with, once it is known that the sizes fit."""
     e = cfg.engine
     need = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
-    if need > base.decoder.max_context:
+    if need > base.max_context:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {need}, more than model.max_context = "
-            f"{base.decoder.max_context}",
+            f"{base.max_context}",
             key="model.max_context",
         )
     pages = -(-need // PAGE) + 1  # a prompt's partly filled page is copied for every sample
-    needed_bytes = pages * KVPages.page_bytes(base.decoder.spec, base.decoder.options.operand_dtype)
+    needed_bytes = pages * KVPages.page_bytes(base.spec, base.options.operand_dtype)
     if needed_bytes > e.kv_memory_mib << 20:
         raise ConfigError(
             f"engine.kv_memory_mib = {e.kv_memory_mib}: one sequence of rollout.max_prompt_tokens + "
             f"rollout.max_new_tokens = {need} tokens takes {needed_bytes / 2**20:.1f} MiB; raise it",
             key="engine.kv_memory_mib",
         )
-    return SharedEngine(
-        base.decoder,
-        base.lane,
-        max_running=e.max_running,
-        kv_bytes=e.kv_memory_mib << 20,
-        prefill_tokens=e.prefill_tokens_per_tick,
-        max_live_versions=e.max_live_versions,
-        on_publish=cfg.rollout.on_publish,
-        record_experts=cfg.rl.router_replay,
-        decode=base.renderer.decode,
-    )
+    return {
+        "max_running": e.max_running,
+        "kv_bytes": e.kv_memory_mib << 20,
+        "prefill_tokens": e.prefill_tokens_per_tick,
+        "record_experts": cfg.rl.router_replay,
+        "decode": base.renderer.decode,
+    }

@@ -19,7 +19,8 @@ _Problem = tuple[str, str]
 
 def check_relations(cfg: RunSections) -> None:
     """Raise one `ConfigError` that lists every broken relation; `.key` is the first one's key to change."""
-    problems = [*_sizes(cfg), *_staleness(cfg), *_clipping(cfg), *_formats(cfg), *_rewards(cfg)]
+    checks = (_sizes, _staleness, _clipping, _formats, _full, _rewards)
+    problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(f"{key} = {message}" for key, message in problems), key=problems[0][0])
 
@@ -81,6 +82,19 @@ def _formats(cfg: RunSections) -> Iterator[_Problem]:
     if cfg.model.load_in_8bit and cfg.model.quantize != "none":
         other = f"model.quantize = {cfg.model.quantize}"
         yield "model.load_in_8bit", f"true packs to 8 bits while {other} packs to 4; change one of the two"
+
+
+def _full(cfg: RunSections) -> Iterator[_Problem]:
+    """What needs an adapter, or a base that versions share."""
+    if cfg.model.train != "full":
+        return
+    if cfg.lora.init_from is not None:
+        yield "lora.init_from", f"{cfg.lora.init_from} while model.train = full has no adapter; set model.path instead"
+    if cfg.lora.dropout > 0:
+        yield "lora.dropout", f"{cfg.lora.dropout} while model.train = full has no adapter; set it to 0"
+    if cfg.rollout.on_publish != "finish":
+        reason = "with model.train = full each version is a model of its own, so a request finishes where it began"
+        yield "rollout.on_publish", f"{cfg.rollout.on_publish}: {reason}; set it to finish"
 
 
 def _rewards(cfg: RunSections) -> Iterator[_Problem]:

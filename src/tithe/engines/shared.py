@@ -37,6 +37,7 @@ class SharedEngine:
     `on_publish` says what happens to requests without an adapter's name when another version is served: `finish` keeps
     the version they began with, `recompute` rebuilds their keys and values, `keep` continues over the old ones. A
     mixture's completions carry the experts that every position took, for training to replay, if `record_experts`.
+    `bare` is the version that its base is by itself: where every parameter is trained, each version is a base.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SharedEngine:
         on_publish: OnPublish = "finish",
         record_experts: bool = True,
         decode: Callable[[Sequence[int]], str] | None = None,
+        bare: LiveVersion = BASE,
     ) -> None:
         self.decoder, self.lane, self.on_publish = decoder, lane, on_publish
         self._record_experts = record_experts
@@ -76,7 +78,7 @@ class SharedEngine:
         self._slots = list(range(max_running - 1, -1, -1))
         self._live: dict[str, LiveVersion] = {}
         self._dropped: set[LiveVersion] = set()  # still in use by requests that began on them
-        self._served = BASE
+        self._served = bare
         self._answers: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[float]] = {}
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)

@@ -67,6 +67,8 @@ METRICS: dict[str, MetricInfo] = {
     "publish_s": MetricInfo("Publishing", "s"),
     "checkpoint_s": MetricInfo("Checkpoint", "s"),
     "tok_per_s": _rollout("Rollout speed", "tok/s"),
+    "sampler_gap": _rollout("Trainer against sampler, largest difference", "nats/token"),
+    "sampler_gap_mean": _rollout("Trainer against sampler, mean difference", "nats/token"),
     "version_gap": _rollout("Version gap", "batches"),
     "sample_s": _rollout("Sampling", "s"),
     "reward_s": _rollout("Scoring", "s"),

@@ -13,7 +13,7 @@ from tithe.types import RolloutGroup, TrainingBatch
 
 if TYPE_CHECKING:  # both need torch, which this room must not load
     from tithe.models import Lane
-    from tithe.trainer import StepResult, Trainer
+    from tithe.trainer import FullTrainer, StepResult, Trainer
 
 AdvantagesFn = Callable[[Sequence[RolloutGroup]], Sequence[Sequence[NDArray[np.float32] | None]]]
 """Groups → what `TrainingBatch.advantages` holds, e.g. `advantages.batch_advantages` with its scale bound."""
@@ -22,7 +22,9 @@ AdvantagesFn = Callable[[Sequence[RolloutGroup]], Sequence[Sequence[NDArray[np.f
 class Learner:
     """Turns leased groups into one optimizer step. Between two micro-batches the lane is free for the sampler."""
 
-    def __init__(self, *, trainer: Trainer, lane: Lane, advantages: AdvantagesFn, control: RunControl) -> None:
+    def __init__(
+        self, *, trainer: Trainer | FullTrainer, lane: Lane, advantages: AdvantagesFn, control: RunControl
+    ) -> None:
         self._trainer = trainer
         self._lane = lane
         self._advantages = advantages

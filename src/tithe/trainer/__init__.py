@@ -1,11 +1,16 @@
-"""The trainer: micro-batches forward and backward, AdamW on float32 masters, and proofs of what it computes."""
+"""The trainer: micro-batches forward and backward, AdamW on float32 masters, and proofs of what it computes.
 
+`Trainer` learns an adapter on the frozen base, `FullTrainer` every parameter of a model of its own.
+"""
+
+from tithe.trainer.full import FullTrainer
 from tithe.trainer.proof import Perturbed, ScoredBatch, probe_logp, probe_masters, score_groups
 from tithe.trainer.schedule import learning_rate
 from tithe.trainer.settings import TrainerSettings
 from tithe.trainer.trainer import StepResult, Trainer
 
 __all__ = [
+    "FullTrainer",
     "Perturbed",
     "ScoredBatch",
     "StepResult",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tithe.losses import LossSettings
-from tithe.trainer.schedule import Scheduler
+from tithe.trainer.schedule import Scheduler, learning_rate
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,14 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     dropout: float = 0.0
     seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, the first being 0."""
+        return learning_rate(
+            step,
+            peak=self.lr,
+            kind=self.lr_scheduler,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+            min_ratio=self.min_lr_ratio,
+        )

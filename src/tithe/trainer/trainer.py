@@ -13,21 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.advantages import with_kl_penalty
 from tithe.errors import ResumeError
 from tithe.lora import LoraSpec
 from tithe.losses import (
     LOSSES,
     Denominators,
     LossMetrics,
-    PolicyLossInput,
     denominators,
     summarize,
 )
 from tithe.models import AdapterGradients, Decoder, TrainAdapter, stack_experts
 from tithe.packing import MicroBatch, plan_micro_batches
+from tithe.trainer.objective import loss_input
 from tithe.trainer.passes import Passes
-from tithe.trainer.schedule import learning_rate
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
 
@@ -92,6 +90,7 @@ class Trainer:
     def accumulate(self, micro: MicroBatch) -> None:
         """Forward and backward of one micro-batch; gradients add up to the batch's."""
         assert self._gradients is not None
+        assert self._denominators is not None
         started = time.perf_counter()
         settings = self.settings
         reference = self.passes.score(micro, None) if settings.kl_coef > 0 else None
@@ -101,7 +100,9 @@ class Trainer:
         scored, rows = self.passes.forward(micro, self._adapter, dropout_seed=seed, entropy_gradient=bonus)
         logp = torch.from_numpy(scored.logp).requires_grad_()
         entropy = torch.from_numpy(scored.entropy).requires_grad_(bonus)
-        output = LOSSES[settings.algorithm](self._loss_input(micro, logp, entropy, reference), settings.loss)
+        output = LOSSES[settings.algorithm](
+            loss_input(micro, logp, entropy, reference, self._denominators, settings), settings.loss
+        )
         output.loss.backward()
         assert logp.grad is not None
         d_normed = logp.grad[:, None] * scored.d_logp
@@ -117,25 +118,6 @@ class Trainer:
         place = (self.settings.seed, self.optimizer_step, self._micro_index)
         return int(np.random.SeedSequence(place).generate_state(1)[0])
 
-    def _loss_input(
-        self, micro: MicroBatch, logp: Tensor, entropy: Tensor, reference: np.ndarray | None
-    ) -> PolicyLossInput:
-        assert self._denominators is not None
-        advantage = micro.advantage
-        if reference is not None and self.settings.kl_placement == "reward":
-            advantage = _penalised(micro, reference, self.settings.kl_coef)
-        return PolicyLossInput(
-            logp=logp,
-            old_logp=torch.from_numpy(micro.old_logp),
-            advantage=torch.from_numpy(advantage),
-            mask=torch.from_numpy(micro.loss_mask),
-            seq_index=torch.from_numpy(micro.seq_index),
-            n_seqs=micro.n_seqs,
-            denominators=self._denominators,
-            ref_logp=None if reference is None else torch.from_numpy(reference),
-            entropy=entropy,
-        )
-
     def step(self) -> StepResult:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
         s = self.settings
@@ -143,14 +125,7 @@ class Trainer:
         grads = self._gradients.named(self._masters) if self._gradients is not None else {}
         norm = float(torch.nn.utils.get_total_norm(list(grads.values())))
         finite = bool(np.isfinite(norm) and np.isfinite(self._loss))
-        rate = learning_rate(
-            self.optimizer_step,
-            peak=s.lr,
-            kind=s.lr_scheduler,
-            warmup_steps=s.warmup_steps,
-            total_steps=s.total_steps,
-            min_ratio=s.min_lr_ratio,
-        )
+        rate = s.rate(self.optimizer_step)
         metrics = {"loss": self._loss, "grad_norm": norm, "lr": rate, "train_compute_s": self._train_s}
         if self._metrics:
             metrics.update(summarize(self._metrics))
@@ -234,14 +209,3 @@ class Trainer:
     def memory_bytes(self) -> int:
         """Masters, gradient sums and Adam state (two moments)."""
         return 4 * sum(master.numel() * master.element_size() for master in self._masters.values())
-
-
-def _penalised(micro: MicroBatch, reference: np.ndarray, coef: float) -> np.ndarray:
-    """Advantages with the per-token k1 penalty against the reference, rollout by rollout."""
-    out = np.empty_like(micro.advantage)
-    for q in range(micro.n_seqs):
-        own = micro.seq_index == q
-        out[own] = with_kl_penalty(
-            micro.advantage[own], micro.old_logp[own], reference[own], micro.loss_mask[own], coef
-        )
-    return out

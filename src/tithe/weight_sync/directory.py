@@ -3,14 +3,15 @@
 Publisher:   consumes adapter tensors from the trainer; produces one directory per version; waits for the disk only.
 Subscriber:  lists and loads versions at any time; waits for nothing, is unblocked by nothing.
 
-A version is a PEFT adapter directory plus ``manifest.json``. It is complete and durable before its name appears and is
-never changed; any PEFT reader can load it. Checksums protect against damage and accident, not against someone who
-may write to the directory.
+A version is a PEFT adapter directory plus ``manifest.json``, or a whole model's directory plus ``manifest.json`` where
+every parameter is trained. It is complete and durable before its name appears and is never changed; any PEFT (or
+Hugging Face) reader can load it. Checksums protect against damage and accident, not against someone who may write to
+the directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from tithe.utils.durable import (
 from tithe.weight_sync.manifest import MANIFEST_FILE, FileRecord, Manifest, check_run_name, parse_name, published_name
 from tithe.weight_sync.probe import Probe
 
+MODEL_FILE = "model.safetensors"
+"""The weights of a version that is a whole model."""
+
 _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "lora": LoraSpec,
     "parent": (str, type(None)),
@@ -41,11 +45,19 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def manifest_fields(
-    *, lora: LoraSpec, parent: str | None, optimizer_step: int, base_checksum: str, numeric_mode: str, probe: Probe
+    *,
+    lora: LoraSpec | None = None,
+    parent: str | None,
+    optimizer_step: int,
+    base_checksum: str,
+    numeric_mode: str,
+    probe: Probe,
 ) -> dict[str, Any]:
-    """The mapping that `DirectoryChannel.publish` takes, with its types; see `Manifest` for the meanings."""
+    """The mapping that `DirectoryChannel` publishes with, with its types; see `Manifest` for the meanings. A whole
+    model has no `lora`."""
+    adapter = {} if lora is None else {"lora": lora}
     return {
-        "lora": lora,
+        **adapter,
         "parent": parent,
         "optimizer_step": optimizer_step,
         "base_checksum": base_checksum,
@@ -109,12 +121,23 @@ class DirectoryChannel:
         steps) returns the existing directory. Raises `AdapterError` for tensors that are no adapter and `UserError`
         when the disk refuses; nothing has then become visible.
         """
-        fields = _checked(manifest)
+        fields = _checked(manifest, _FIELD_TYPES)
+        lora = fields.pop("lora")
+        return self._publish(version, lambda folder: write_adapter_files(folder, tensors, lora), fields)
+
+    def publish_model(self, version: PolicyVersion, write: Callable[[Path], None], manifest: Mapping[str, Any]) -> Path:
+        """As `publish`, of a whole model: `write` fills a folder with a Hugging Face directory, its weights in one
+        ``model.safetensors``. `manifest` is what `manifest_fields` makes without `lora`.
+        """
+        kinds = {key: kind for key, kind in _FIELD_TYPES.items() if key != "lora"}
+        return self._publish(version, write, _checked(manifest, kinds))
+
+    def _publish(self, version: PolicyVersion, write: Callable[[Path], None], fields: Mapping[str, Any]) -> Path:
         newest = self.newest()
         try:
             sweep(self._root)
             with hidden_directory(self._root) as hidden:
-                write_adapter_files(hidden, tensors, fields["lora"])
+                write(hidden)
                 record = self._record(version, hidden, fields)
                 target = self._root / record.name
                 if newest is not None and version <= newest:
@@ -129,9 +152,8 @@ class DirectoryChannel:
     def _record(self, version: PolicyVersion, folder: Path, fields: Mapping[str, Any]) -> Manifest:
         """The manifest of what lies in a folder; the name is made from the tensors' checksum."""
         files = {p.name: FileRecord(p.stat().st_size, sha256_file(p)) for p in sorted(folder.iterdir())}
-        name = published_name(self._run_name, version, files[TENSOR_FILE].sha256)
-        rest = {key: value for key, value in fields.items() if key != "lora"}
-        return Manifest(name=name, version=version, files=files, **rest)
+        name = published_name(self._run_name, version, _weights(files).sha256)
+        return Manifest(name=name, version=version, files=files, **fields)
 
     def list_versions(self) -> list[Path]:
         """Complete versions of this run, oldest first (by lineage, then serial as a number)."""
@@ -194,21 +216,25 @@ class DirectoryChannel:
         )
 
 
-def _checked(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    if manifest.keys() != _FIELD_TYPES.keys():
-        odd = sorted(manifest.keys() ^ _FIELD_TYPES.keys())
+def _checked(manifest: Mapping[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    if manifest.keys() != kinds.keys():
+        odd = sorted(manifest.keys() ^ kinds.keys())
         raise TypeError(f"manifest: missing or unknown fields {odd}; make it with manifest_fields()")
-    for key, kind in _FIELD_TYPES.items():
+    for key, kind in kinds.items():
         if not isinstance(manifest[key], kind):
             raise TypeError(f"manifest: {key} is {manifest[key]!r}")
     return dict(manifest)
 
 
+def _weights(files: Mapping[str, FileRecord]) -> FileRecord:
+    """The file that gives a version its name."""
+    return files[TENSOR_FILE if TENSOR_FILE in files else MODEL_FILE]
+
+
 def _check_identity(directory: Path, manifest: Manifest) -> None:
     """The directory's name, the manifest's and the tensors' checksum tell the same story."""
     parsed = parse_name(manifest.name)
-    tensors = manifest.files.get(TENSOR_FILE)
-    if directory.name != manifest.name or parsed is None or tensors is None:
+    if directory.name != manifest.name or parsed is None or not manifest.files.keys() & {TENSOR_FILE, MODEL_FILE}:
         raise AdapterError(f"{directory}: its manifest belongs to {manifest.name!r}")
-    if parsed[1] != manifest.version or not tensors.sha256.startswith(parsed[2]):
+    if parsed[1] != manifest.version or not _weights(manifest.files).sha256.startswith(parsed[2]):
         raise AdapterError(f"{directory}: name, version and checksum of its manifest contradict each other")
