@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tithe.models.buffers import Scratch, is_bf16, norm_step
 from tithe.models.decoder import Decoder
-from tithe.models.forward import Scratch, is_bf16, norm_step
 from tithe.models.linear import operand_steps
 from tithe.models.sampling import logp_rows, sample_rows
 from tithe.quant.matrix import transposed_numel
