@@ -58,7 +58,7 @@ def outcomes(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout_s)
+        process.join(TIMEOUT_S)
         if process.is_alive():
             process.kill()
             process.join()

@@ -22,10 +22,11 @@ from tithe.losses import (
     denominators,
     summarize,
 )
-from tithe.models import AdapterGradients, Decoder, TrainAdapter, stack_experts
-from tithe.packing import MicroBatch, plan_micro_batches
+from tithe.models import ALONE, AdapterGradients, Decoder, IdlePass, Ranks, TrainAdapter, stack_experts
+from tithe.packing import MicroBatch
 from tithe.trainer.objective import loss_input
 from tithe.trainer.passes import Passes
+from tithe.trainer.ranks import Sums, check_alike, plan_for_ranks, sum_gradients, take_part
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
 
@@ -41,7 +42,8 @@ class StepResult:
 class Trainer:
     """`plan` a batch, `accumulate` its micro-batches, `step`. Everything but `plan` runs on the lane.
 
-    Mutates only its own tensors: masters, gradients, Adam state.
+    Mutates only its own tensors: masters, gradients, Adam state. On several ranks all call the same methods with the
+    same batches, and hold the same tensors afterwards; see `tithe.trainer.ranks`.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Trainer:
         spec: LoraSpec,
         tensors: Mapping[str, Tensor],
         settings: TrainerSettings,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.decoder, self.spec, self.settings = decoder, spec, settings
+        self.decoder, self.spec, self.settings, self.ranks = decoder, spec, settings, ranks
         together = sorted(stack_experts(tensors).items())
         self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in together}
         self._optimizer = torch.optim.AdamW(
@@ -65,6 +68,7 @@ class Trainer:
         self.optimizer_step = 0
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
         self._gradients: AdapterGradients | None = None
+        self._idle: IdlePass | None = None
         self.passes = Passes(
             decoder,
             self._adapter.widths(),
@@ -80,12 +84,12 @@ class Trainer:
     # ------------------------------------------------------------------ a batch
 
     def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
-        """Micro-batches of a batch, with the batch's denominators fixed; empty when nothing is trained."""
-        micros = plan_micro_batches(batch, self.settings.micro_batch_tokens)
-        self._metrics, self._loss, self._micro_index, self._train_s = [], 0.0, 0, 0.0
+        """This rank's micro-batches, with the whole batch's denominators fixed; empty when nothing is trained."""
+        micros, own = plan_for_ranks(batch, self.settings.micro_batch_tokens, self.ranks)
+        self._metrics, self._loss, self._micro_index, self._train_s = [], 0.0, self.ranks.rank, 0.0
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
         self._gradients = AdapterGradients(self.decoder, self._adapter) if micros else None
-        return micros
+        return own
 
     def accumulate(self, micro: MicroBatch) -> None:
         """Forward and backward of one micro-batch; gradients add up to the batch's."""
@@ -93,9 +97,14 @@ class Trainer:
         assert self._denominators is not None
         started = time.perf_counter()
         settings = self.settings
+        if len(micro.input_ids) == 0:
+            self._idle = self._idle or IdlePass(self.decoder)
+            take_part(self._idle, self._adapter, self._gradients, settings)
+            self._micro_index += self.ranks.size
+            return
         reference = self.passes.score(micro, None) if settings.kl_coef > 0 else None
         seed = self._dropout_seed() if settings.dropout > 0 else None
-        self._micro_index += 1
+        self._micro_index += self.ranks.size
         bonus = settings.loss.entropy_coef > 0
         scored, rows = self.passes.forward(micro, self._adapter, dropout_seed=seed, entropy_gradient=bonus)
         logp = torch.from_numpy(scored.logp).requires_grad_()
@@ -122,7 +131,11 @@ class Trainer:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
         s = self.settings
         self.passes.release()
+        self._idle = None
         grads = self._gradients.named(self._masters) if self._gradients is not None else {}
+        if self.ranks.size > 1:
+            grads = sum_gradients(self.ranks, grads, self.decoder.n_experts)
+            self._sum_over_ranks()
         norm = float(torch.nn.utils.get_total_norm(list(grads.values())))
         finite = bool(np.isfinite(norm) and np.isfinite(self._loss))
         rate = s.rate(self.optimizer_step)
@@ -140,10 +153,17 @@ class Trainer:
                 group["lr"] = rate
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
+            check_alike(self.ranks, self._masters)
             self._rebuild()
         self._gradients = None
         self.optimizer_step += 1
         return StepResult(metrics, skipped=not finite)
+
+    def _sum_over_ranks(self) -> None:
+        own = Sums(self._loss, self._train_s, self.passes.agreeing, self.passes.replayed, self._metrics)
+        sums = own.over(self.ranks)
+        self._loss, self._train_s, self._metrics = sums.loss, sums.train_s, sums.metrics
+        self.passes.agreeing, self.passes.replayed = sums.agreeing, sums.replayed
 
     def _rebuild(self) -> None:
         self.passes.forget(self._adapter)

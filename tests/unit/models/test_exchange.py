@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from support.experts import EXPERTS, HIDDEN, ROUTERS, Case, make_case, relative
 from support.ranks import on_ranks_of, outcomes
+from tithe.errors import RunError
 from tithe.lora import LoraSpec
 from tithe.models.exchange import by_adapter
 from tithe.models.expert_bank import GPT_OSS, BlockAdapter, ExpertBank
@@ -159,18 +163,36 @@ def test_sums_broadcasts_and_blocks(tmp_path: Path):
 
 @pytest.mark.liveness
 def test_the_others_end_when_a_rank_dies(tmp_path: Path):
-    """At once, although they would wait for a minute."""
+    """At once, although they would wait for a silent one for a minute."""
     case = CASES["all"]()
 
     def work(ranks: Ranks) -> None:
-        import os
-
         own = on_rank(case, ranks)
         for i in range(1000):
             if ranks.rank == 2 and i == 3:
                 os._exit(9)
             forward(own, case.rows(2), torch.tensor([-1, -1]), [])
 
+    began = time.monotonic()
     found = outcomes(4, tmp_path, work, 60.0)
+    assert time.monotonic() - began < 30
     assert found[2] == (False, 9)
     assert all("RunError: rank" in found[rank][1] and "lost the others" in found[rank][1] for rank in (0, 1, 3))
+
+
+@pytest.mark.liveness
+def test_a_silent_rank_is_given_up(tmp_path: Path):
+    """After `timeout_s`, here two seconds."""
+
+    def work(ranks: Ranks) -> float:
+        began = time.monotonic()
+        if ranks.rank == 1:
+            time.sleep(8)
+            return 0.0
+        with pytest.raises(RunError, match="silent for 2 s"):
+            ranks.barrier()
+        raise TimeoutError(time.monotonic() - began)
+
+    (_, told), _ = outcomes(2, tmp_path, work, 2.0)
+    waited = float(re.findall(r"TimeoutError: ([\d.]+)", told)[0])
+    assert 1 < waited < 7
