@@ -1,6 +1,7 @@
 """Composition root: configuration → objects, and the commands' work. The only room that names concrete classes."""
 
+from tithe.build.capacity import capacity
 from tithe.build.commands import check, demo, evaluate, parity, report, sample
 from tithe.build.running import resume, train
 
-__all__ = ["check", "demo", "evaluate", "parity", "report", "resume", "sample", "train"]
+__all__ = ["capacity", "check", "demo", "evaluate", "parity", "report", "resume", "sample", "train"]

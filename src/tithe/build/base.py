@@ -68,7 +68,7 @@ def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
     path = Path(cfg.model.path) if cfg.model.path is not None else find_demo_model()
     checkpoint = read_checkpoint(path)
     if cfg.model.train == "full":
-        _check_full(cfg, checkpoint)
+        check_full(cfg, checkpoint)
     options = _options(cfg, checkpoint)
     lane = Lane(threads=cfg.run.threads or len(os.sched_getaffinity(0))).start()
     try:
@@ -137,7 +137,7 @@ def _options(cfg: RunConfig, checkpoint: Checkpoint) -> ModelOptions:
     return ModelOptions(base_dtype=m.base_dtype, quantize=quantize, max_context=m.max_context)
 
 
-def _check_full(cfg: RunConfig, checkpoint: Checkpoint) -> None:
+def check_full(cfg: RunConfig, checkpoint: Checkpoint) -> None:
     """Raise `ConfigError` for a base whose parameters cannot all be trained."""
     if not checkpoint.path.is_dir():
         raise ConfigError(

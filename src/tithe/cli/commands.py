@@ -10,6 +10,7 @@
     parity    build.parity(cfg_or_run_dir)                 RunConfig of a run file, or Path of a run directory
     report    build.report(run_dir)                        Path
     inspect   arch.inspect(target, base, n_ranks)          text, text, int; free of torch
+    capacity  build.capacity(cfg, run_dir, ranks, …)       RunConfig, Path, list of int, --steps, --full-lr (or None)
     demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
 
 Each returns a `dict[str, object]` of JSON's types, paths and numpy scalars. `"text"` in it, when present, is what
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tithe.config import RunConfig
+    from tithe.errors import UserError
 
 Result = Mapping[str, object]
 
@@ -127,6 +129,23 @@ def inspect(args: argparse.Namespace) -> Result:
     return inspect_model(args.target, args.base, args.ranks)
 
 
+def capacity(args: argparse.Namespace) -> Result:
+    """`tithe capacity RUN.yaml --ranks R1,R2 --steps N --full-lr LR key=value …`."""
+    from tithe.config import choose_run_dir, load_config
+
+    ranks = _ranks(args.ranks)
+    for name, value in (("--steps", args.steps), ("--full-lr", args.full_lr)):
+        if value is not None and value <= 0:
+            raise _usage(f"{name} = {value} must be more than 0")
+    cfg = choose_run_dir(load_config(args.run_file, args.overrides))
+    if args.dry_run:
+        return _resolved(cfg)
+    _warn(cfg)
+    from tithe.build import capacity as build_capacity
+
+    return build_capacity(cfg, Path(cfg.run.dir), ranks, args.steps, args.full_lr)
+
+
 def demo(args: argparse.Namespace) -> Result:
     """`tithe demo key=value …`."""
     from tithe.config import choose_run_dir, demo_config
@@ -149,8 +168,22 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "parity": parity,
     "report": report,
     "inspect": inspect,
+    "capacity": capacity,
     "demo": demo,
 }
+
+
+def _ranks(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= 4096 for part in parts) or len(set(parts)) < len(parts):
+        raise _usage(f"--ranks = {text!r}: give different whole numbers from 1 to 4096, such as 4,32")
+    return [int(part) for part in parts]
+
+
+def _usage(message: str) -> UserError:
+    from tithe.errors import UserError
+
+    return UserError(message)
 
 
 def _load_target(args: argparse.Namespace) -> RunConfig:

@@ -19,7 +19,7 @@ from tithe.config import CONFIG_FILE, demo_config, dump_resolved, load_config
 from tithe.errors import AdapterError, ConfigError, NonFiniteError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tithe.__file__).parents[1])}
-FUNCTIONS = ("train", "check", "resume", "evaluate", "sample", "parity", "report", "demo")
+FUNCTIONS = ("train", "check", "resume", "evaluate", "sample", "parity", "report", "capacity", "demo")
 
 
 class FakeBuild(types.ModuleType):
@@ -84,6 +84,22 @@ def test_each_command_calls_its_build_function_with_the_documented_arguments(bui
         ("parity", str(run_file), change): ("parity", cfg),
         ("parity", str(run_dir)): ("parity", run_dir),
         ("report", str(run_dir)): ("report", run_dir),
+        ("capacity", str(run_file), change, "--ranks", "2,8", "--steps", "3"): (
+            "capacity",
+            cfg,
+            tmp_path / "runs" / "sums",
+            [2, 8],
+            3,
+            None,
+        ),
+        ("capacity", str(run_file), change, "--full-lr", "1e-6"): (
+            "capacity",
+            cfg,
+            tmp_path / "runs" / "sums",
+            [4, 32],
+            None,
+            1e-6,
+        ),
         ("demo", change): ("demo", [change]),
     }
     for arguments, call in expected.items():
@@ -307,3 +323,12 @@ def test_plain_values_are_json_types_and_others_a_fault():
     assert to_plain(value) == {"1": [True, None], "array": [2], "path": "/a", "none": None}
     with pytest.raises(TypeError, match="cannot hold object"):
         to_plain({"a": object()})
+
+
+@pytest.mark.parametrize(
+    "options", [("--ranks", "4,x"), ("--ranks", "0"), ("--ranks", "4,4"), ("--steps", "0"), ("--full-lr", "-1")]
+)
+def test_capacity_refuses_numbers_that_mean_nothing(build, run_file, capsys, options):
+    assert main(["capacity", str(run_file), *options]) == 2
+    assert options[0] in capsys.readouterr().err
+    assert build.calls == []
