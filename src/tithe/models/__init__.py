@@ -4,7 +4,7 @@ the lane."""
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
 from tithe.models.expert_adapter import share_outer, split_experts, stack_experts
-from tithe.models.expert_parallel import IdlePass, on_ranks
+from tithe.models.expert_parallel import IdlePass, on_ranks, serve
 from tithe.models.forward import ForwardPlan, Segment
 from tithe.models.head import CHUNK_ROWS, Drawn, Draws, Head, ScoredRows, score_with_gradient
 from tithe.models.kv import PAGE, KVPages, PageAllocator
@@ -49,6 +49,7 @@ __all__ = [
     "on_ranks",
     "page_layout",
     "score_with_gradient",
+    "serve",
     "share_outer",
     "split_experts",
     "stack_experts",

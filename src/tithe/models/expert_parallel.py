@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from tithe.errors import ModelError
 from tithe.models.decoder import Decoder, ModelAdapter
+from tithe.models.expert_bank import BlockAdapter
 from tithe.models.expert_plan import ExpertPlan
 from tithe.models.expert_training import expert_backward
 from tithe.models.expert_workspace import Workspace
+from tithe.models.forward import ForwardPlan
 from tithe.models.ranks import Ranks
 from tithe.models.train_adapter import AdapterGradients
 
@@ -34,6 +37,20 @@ def on_ranks(decoder: Decoder, ranks: Ranks) -> Decoder:
             layer = replace(layer, experts=replace(block, ranks=ranks))  # noqa: PLW2901
         layers.append(layer)
     return replace(decoder, layers=tuple(layers))
+
+
+def serve(plan: ForwardPlan, adapters: Sequence[ModelAdapter]) -> None:
+    """Say which adapters the rows of any rank may be under, in an order that all ranks share, until said anew.
+
+    Needed where ranks run rows under different adapters; without it a run's own segments name all there are.
+    """
+    for layer, experts in enumerate(plan.experts):
+        if experts is not None:
+            experts.served = _parts(adapters, layer)
+
+
+def _parts(adapters: Sequence[ModelAdapter], layer: int) -> list[BlockAdapter]:
+    return [part for one in adapters if (part := one.experts[layer]) is not None]
 
 
 class IdlePass:
@@ -66,7 +83,7 @@ class IdlePass:
     def _forward(self, layer: int, adapters: tuple[ModelAdapter, ...]) -> None:
         plan = self._plans[layer]
         if plan is not None:
-            plan.served = [part for one in adapters if (part := one.experts[layer]) is not None]
+            plan.served = _parts(adapters, layer)
             plan.run()
 
     def backward(self, adapter: ModelAdapter, gradients: AdapterGradients, *, recompute: bool) -> None:
