@@ -102,7 +102,7 @@ class FullTrainer:
         logp, entropy = self.policy(*rows)
         given = loss_input(micro, logp, entropy, reference, self._denominators, self.settings)
         output = LOSSES[self.settings.algorithm](given, self.settings.loss)
-        output.loss.backward()
+        (output.loss * self._ranks).backward()  # ranks average gradients, whose denominators are the batch's
         self._collect()
         self._metrics.append(output.metrics)
         self._loss += float(output.loss.detach())

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tithe.trainer.full_model import FullPolicy
@@ -16,14 +16,13 @@ from tithe.trainer.full_model import FullPolicy
 
 def shard(policy: FullPolicy, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     """Shard layer by layer over the ranks of `group`, in place. Parameters stay float32 (they are the masters), the
-    forward gathers them in `dtype`, gradients are summed (not averaged: denominators are global) in float32."""
+    forward gathers them in `dtype`, gradients are averaged in float32: who wants their sum scales the loss."""
     kind = next(policy.parameters()).device.type
     mesh = DeviceMesh.from_group(group, kind)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     layers = cast("Any", policy.model).model.layers
     for module in (*layers, policy):
         fully_shard(module, mesh=mesh, mp_policy=mixed)
-        cast("FSDPModule", module).set_gradient_divide_factor(1.0)
 
 
 def whole(tensor: Tensor) -> Tensor:
