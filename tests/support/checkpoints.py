@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from support.kquants import quantize_q4_k, quantize_q6_k
 from tithe.arch import ArchSpec, tensor_shapes
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
@@ -219,11 +220,13 @@ def build_gguf(
     embedding: str = "Q8_0",
     tokenizer: bool = True,
     metadata: Mapping[str, int | float | str] | None = None,
+    parts: Mapping[str, str] | None = None,
     **overrides: Any,
 ) -> Path:
     """Write a GGUF file as llama.cpp's converter does and return its path.
 
-    `linear` and `embedding` are any of Q4_0, Q4_1, Q8_0, F16, BF16, F32; `metadata` adds keys (ints as uint32).
+    `linear` and `embedding` are any of Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, Q5_0, F16, BF16, F32; `parts` says otherwise for
+    some parts, as {"ffn_down": "Q6_K"}; `metadata` adds keys (ints as uint32).
     """
     import gguf
 
@@ -240,14 +243,25 @@ def build_gguf(
             writer.add_uint32(key, value)
     if tokenizer:
         _write_gguf_tokenizer(writer, spec.vocab_size)
-    for name, (values, kind) in gguf_tensors(spec, random_weights(spec, seed), linear, embedding).items():
+    for name, (values, usual) in gguf_tensors(spec, random_weights(spec, seed), linear, embedding).items():
+        kind = next((other for part, other in (parts or {}).items() if f".{part}" in f".{name}"), usual)
         qtype = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)
+        writer.add_tensor(name, _gguf_bytes(values, kind), raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _gguf_bytes(values: np.ndarray, kind: str) -> np.ndarray:
+    import gguf
+
+    own = {"Q4_K": quantize_q4_k, "Q6_K": quantize_q6_k}.get(kind)
+    if own is None:
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    raw = own(values.reshape(-1, values.shape[-1]))
+    return raw.reshape(*values.shape[:-1], -1)
 
 
 def gguf_tensors(

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MAX_JSON_BYTES: Final = 256 * 2**20
 """Largest config, tokenizer or index file that is read. The largest tokenizers in use have about 30 MB."""
 
+_WINDOW: Final = 2 * 2**20
+"""Linux maps the neighbours of a missing page too: 64 KiB of them, or all that the page cache keeps in one piece."""
+
 
 def quote(text: str, limit: int = 80) -> str:
     """A name from an untrusted file, escaped and shortened for a message."""
@@ -75,8 +78,9 @@ class MappedFile:
         """
         advice = getattr(mmap, "MADV_DONTNEED", None)
         if advice is not None and n_bytes:
-            begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self.buffer.madvise(advice, begin, offset + n_bytes - begin)
+            begin = offset // _WINDOW * _WINDOW
+            end = min(-(-(offset + n_bytes) // _WINDOW) * _WINDOW, self.size)
+            self.buffer.madvise(advice, begin, end - begin)
 
 
 def read_json(path: Path) -> dict[str, Any]:

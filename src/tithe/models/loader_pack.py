@@ -1,7 +1,7 @@
 """Stored rows → packed matrices and banks of them, a block of rows at a time.
 
-What is in memory at once: what stays, one block (`SCRATCH_BYTES` in float32, or `ROWS_AT_ONCE` rows where those are
-wider), and the pages of the tensor that is being read.
+What is in memory at once: what stays, some blocks' worth of temporaries (`SCRATCH_BYTES` in float32 each, or
+`ROWS_AT_ONCE` rows where those are more), and the pages of the tensor that is being read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from tithe.quant.codes import E2M1, E4M3, E4M3_GLOBAL, E8M0, F16_ZERO, F32_BLOCK
 from tithe.quant.reference import dequantize, quantize_int4, quantize_int8
 from tithe.quant.repack import REPACKED, repack, repack_parts
 from tithe.quant.tile import PANEL
+from tithe.utils.memory import release_unused
 
 ROWS_AT_ONCE: Final = math.lcm(PANEL, BLOCK_SIDE)
 """Blocks are multiples of this, so that they begin with whole panels and whole scales."""
-SCRATCH_BYTES: Final = 16 * 2**20
+SCRATCH_BYTES: Final = 4 * 2**20
+_TRIM_BYTES: Final = 64 * 2**20
+"""Freed blocks lie between what stays, where the C library keeps them; every so many bytes it is told not to."""
 _LARGEST_NUMBER: Final = {U4: 15.0, S4: 8.0, S8: 128.0, S6: 32.0, E2M1: 6.0, E4M3: 448.0}
 """By element code."""
 
@@ -38,6 +41,7 @@ class Packer:
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
         self.max_abs_error = 0.0
+        self._untrimmed = 0
 
     def matrix(self, rows: Rows, *, is_linear: bool = True) -> PackedMatrix:
         """One matrix. `ModelError` names the tensor that is damaged or cannot be packed.
@@ -54,8 +58,8 @@ class Packer:
                 like = _of_rows(block, rows.rows)
                 whole = replace(like, **{name: part.new_zeros(part.shape) for name, part in like.parts().items()})
             _put_rows(whole, start, block)
-        rows.release()
         assert whole is not None
+        self._settle(rows, whole)
         return whole
 
     def bank(self, experts: Sequence[Rows]) -> PackedBank:
@@ -66,7 +70,8 @@ class Packer:
                 if bank is None:
                     bank = PackedBank.allocate(_of_rows(block, rows.rows), len(experts))
                 _put_rows(bank[e], start, block)
-            rows.release()
+            assert bank is not None
+            self._settle(rows, bank[e])
         assert bank is not None
         return bank
 
@@ -75,6 +80,14 @@ class Packer:
         rounded = self.options.rounded
         dtype = torch.bfloat16 if rounded else torch.float32
         return pack_dense(torch.cat([m.expand(dtype) for m in matrices]), rounded=rounded)
+
+    def _settle(self, rows: Rows, packed: PackedMatrix) -> None:
+        """Let go of what is no longer needed."""
+        rows.release()
+        self._untrimmed += packed.n_bytes
+        if self._untrimmed > _TRIM_BYTES:
+            self._untrimmed = 0
+            release_unused()
 
     # ---- blocks
 
@@ -104,7 +117,7 @@ class Packer:
             return pack_dense(torch.from_numpy(bits).view(torch.bfloat16), rounded=rounded)
         exact = torch.from_numpy(np.ascontiguousarray(dequantize(block[""], kind)))
         if rounded:
-            self._note((exact - exact.bfloat16().float()).abs().max())
+            self._note(exact, exact.bfloat16().float())
         return pack_dense(exact, rounded=rounded)
 
     def _quantized(self, exact: np.ndarray) -> PackedMatrix:
@@ -117,13 +130,15 @@ class Packer:
         else:
             g = quantize_int8(exact)
             packed = pack_int8(g.q, g.scale, rounded=self.options.rounded)
-        self._note((packed.expand(torch.float32) - torch.from_numpy(exact)).abs().max())
+        self._note(torch.from_numpy(exact), packed.expand(torch.float32))
         return packed
 
     # ---- the error figure
 
-    def _note(self, error: Tensor) -> None:
-        self.max_abs_error = max(self.max_abs_error, float(error))
+    def _note(self, exact: Tensor, mine: Tensor) -> None:
+        """Note the largest difference; `mine` is overwritten."""
+        low, high = mine.sub_(exact).aminmax()
+        self.max_abs_error = max(self.max_abs_error, -float(low), float(high))
 
     def _note_rounding(self, packed: PackedMatrix) -> None:
         """Note what rounding W̃ to bf16 changes; without it W̃ is the file's own number.
@@ -136,7 +151,7 @@ class Packer:
         if largest == 0.0 or 2.0 ** (math.floor(math.log2(largest)) - 8) <= self.max_abs_error:
             return
         exact = replace(packed, rounded=False).expand(torch.float32)
-        self._note((exact - exact.bfloat16().float()).abs().max())
+        self._note(exact, exact.bfloat16().float())
 
 
 def _largest(packed: PackedMatrix) -> float:
