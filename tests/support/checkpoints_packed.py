@@ -72,11 +72,13 @@ def build_packed(
     *,
     seed: int = 0,
     shared_scale: bool = True,
+    bf16_scales: bool = False,
     **overrides: Any,
 ) -> Path:
     """Write a packed directory, and its twin in float32 beside it (`values_of`). Without method: BF16.
 
-    `shared_scale`: fused linears have one global scale (NVFP4), as ModelOpt exports them.
+    `shared_scale`: fused linears have one global scale (NVFP4), as ModelOpt exports them. `bf16_scales`: those of FP8
+    blocks, as Qwen3's releases have them.
     """
     config = packed_config(architecture, method, **overrides)
     spec, quantization = ArchSpec.from_config(config), read_quantization(config)
@@ -92,6 +94,9 @@ def build_packed(
             continue
         largest = _largest(tensor, weights) if shared_scale else None
         parts, numbers = _publish(tensor, stored, weights[tensor.name], largest)
+        if bf16_scales:
+            parts[".weight_scale_inv"] = to_bf16_bits(parts[".weight_scale_inv"])
+            numbers = dequantize_parts(parts, stored)
         published |= {tensor.module + suffix: part for suffix, part in parts.items()}
         values[tensor.name] = numbers
     _save(directory, config, published)

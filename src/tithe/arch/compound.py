@@ -11,8 +11,8 @@ from typing import Final
 
 from tithe.arch.checkpoint import MISSING_LISTED, TensorEntry
 from tithe.arch.files import quote
-from tithe.arch.formats import SAFETENSORS_FORMATS, StoredFormat
-from tithe.arch.layouts import Part
+from tithe.arch.formats import SAFETENSORS_FORMATS, StoredFormat, TensorFormat
+from tithe.arch.layouts import Part, PartRole
 from tithe.arch.quantization import Quantization
 from tithe.arch.safetensors_file import SafetensorsTensor
 from tithe.arch.spec import ArchSpec
@@ -88,10 +88,12 @@ def _packed(tensor: Tensor, files: Files, quantization: Quantization, used: set[
 
 
 def _check_part(tensor: Tensor, stored: StoredFormat, part: Part, file: SafetensorsTensor | None) -> None:
+    """Dtype and shape are the format's; scales of FP8 blocks may be bf16, as Qwen3's releases have them."""
     name = tensor.module + part.suffix
     if file is None:
         raise ModelError(f"{tensor.name} is incomplete: {stored.kind} also needs {name}; fetch the complete checkpoint")
-    if (file.dtype, file.shape) != (part.dtype, part.shape):
+    is_narrow = stored.kind is TensorFormat.FP8_BLOCK and part.role is PartRole.SCALE and file.dtype == "BF16"
+    if file.shape != part.shape or (file.dtype != part.dtype and not is_narrow):
         raise ModelError(
             f"{file.file.path}: {quote(name)} is {file.dtype} {file.shape}, but {stored.kind} of shape "
             f"{tensor.family.matrix} has {part.dtype} {part.shape} there; config and weights do not belong together"

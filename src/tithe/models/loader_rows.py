@@ -52,8 +52,11 @@ class Piece:
         """Rows start..stop. `start` is a multiple of `BLOCK_SIDE`, so that scales and words are whole."""
         if not self.entry.parts:
             return {"": self._plain(start, stop)}
-        parts = self.entry.read_parts(self.expert)
-        return {suffix: self._cut(part, start, stop) for suffix, part in parts.items()}
+        parts = {suffix: self._cut(part, start, stop) for suffix, part in self.entry.read_parts(self.expert).items()}
+        scale = self.entry.parts.get(".weight_scale_inv")
+        if scale is not None and scale.dtype == "BF16":  # the format's own dtype is float32
+            parts[".weight_scale_inv"] = parts[".weight_scale_inv"].view(np.uint16)
+        return parts
 
     @cached_property
     def _order(self) -> np.ndarray | None:

@@ -155,6 +155,15 @@ def test_fp8_blocks_that_straddle_two_linears_stay_apart(tmp_path: Path) -> None
     assert len(gate_up.parts) == 1
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_fp8_scales_may_be_bf16(tmp_path: Path, architecture: str) -> None:
+    path = build_packed(tmp_path / "m", architecture, "fp8", bf16_scales=True)
+    checkpoint = read_checkpoint(path)
+    scales = {e.parts[".weight_scale_inv"].dtype for e in checkpoint.tensors.values() if e.parts}
+    assert scales == {"BF16"}
+    assert error(logits(load_model(checkpoint, FP32)), twins_logits(values_of(path))).max() < EXACT
+
+
 def test_nvfp4_linears_of_different_global_scales_stay_apart(tmp_path: Path) -> None:
     path = build_packed(tmp_path / "m", "llama", "nvfp4", shared_scale=False)
     decoder = load_model(read_checkpoint(path), FP32)
