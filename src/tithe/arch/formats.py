@@ -17,8 +17,8 @@ class TensorFormat(enum.StrEnum):
     """How the elements of one tensor lie in its file, innermost dimension first.
 
     A quantized format stores each row as consecutive blocks; a block is never split between rows, so rows can be
-    sliced and permuted as bytes. Bit order, scale dtype and value range are in `tithe.quant.formats` for the formats
-    that stay packed (`is_quantized`) and in `tithe.quant.kquants` for those that are expanded when they are loaded.
+    sliced and permuted as bytes. Bit order, scale dtype and value range are in `tithe.quant.formats` (`is_quantized`)
+    and `tithe.quant.kquants` (the 5-bit and K formats); `tithe.quant.kinds` says which stay packed in memory.
 
     The elements of a compound format (`is_compound`: INT4_PACKED to AWQ) lie in several tensors of a safetensors
     checkpoint, which `StoredFormat.parts` lists; sizes here are those of the usual group.
@@ -62,11 +62,8 @@ class TensorFormat(enum.StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """True for integers with one half-precision scale per block, which the packed kernels read as they are.
-
-        False for the floating-point formats, and for the 5-bit and K formats, which a loader expands to numbers.
-        """
-        return self in _PACKED
+        """True for integers with one half-precision scale per block: Q4_0, Q4_1 and Q8_0."""
+        return self in _PLAIN_BLOCKS
 
     @property
     def is_compound(self) -> bool:
@@ -124,7 +121,7 @@ _LAYOUT: Final[dict[TensorFormat, tuple[int, int]]] = {
     TensorFormat.AWQ: (8 * 128, 8 * (64 + 2) + 4),
 }
 
-_PACKED: Final = frozenset({TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0})
+_PLAIN_BLOCKS: Final = frozenset({TensorFormat.Q4_0, TensorFormat.Q4_1, TensorFormat.Q8_0})
 
 _COMPOUND: Final[dict[TensorFormat, Callable[..., tuple[Part, ...]]]] = {
     TensorFormat.INT4_PACKED: int4_packed,
