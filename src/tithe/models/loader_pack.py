@@ -28,8 +28,8 @@ from tithe.utils.memory import release_unused
 
 ROWS_AT_ONCE: Final = math.lcm(PANEL, BLOCK_SIDE)
 """Blocks are multiples of this, so that they begin with whole panels and whole scales."""
-SCRATCH_BYTES: Final = 4 * 2**20
-_TRIM_BYTES: Final = 64 * 2**20
+SCRATCH_BYTES: Final = 2 * 2**20
+_TRIM_BYTES: Final = 16 * 2**20
 """Freed blocks lie between what stays, where the C library keeps them; every so many bytes it is told not to."""
 _LARGEST_NUMBER: Final = {U4: 15.0, S4: 8.0, S8: 128.0, S6: 32.0, E2M1: 6.0, E4M3: 448.0}
 """By element code."""
