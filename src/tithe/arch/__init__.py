@@ -6,7 +6,7 @@ byte account of a base by tensor group and rank, `Shard` the one rule of what a 
 """
 
 from tithe.arch.accounting import Account, HeldTensor, RankAccount, Tally, account, iter_held
-from tithe.arch.architectures import ARCHITECTURES, BUILDABLE, Architecture
+from tithe.arch.architectures import ARCHITECTURES, Architecture
 from tithe.arch.bases import BASES, Base, checkpoint_base, make_base, published_base
 from tithe.arch.buildable import build_obstacles, check_buildable
 from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes, combine_digests
@@ -29,7 +29,6 @@ from tithe.arch.tensors import (
 __all__ = [
     "ARCHITECTURES",
     "BASES",
-    "BUILDABLE",
     "Account",
     "ArchSpec",
     "Architecture",

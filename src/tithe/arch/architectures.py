@@ -1,4 +1,4 @@
-"""The architectures that Tithe describes, and which of them it builds."""
+"""The architectures that Tithe knows: described by `tithe.arch`, computed by `tithe.models`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,7 @@ Architecture = Literal[
     "minimax_m2",
 ]
 ARCHITECTURES: Final[tuple[Architecture, ...]] = get_args(Architecture)
-"""Described: tensor names, shapes, formats and bytes are known (`tithe inspect`)."""
-
-BUILDABLE: Final[tuple[Architecture, ...]] = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "glm4_moe",
-    "gpt_oss",
-    "minimax_m2",
-)
-"""Computed by `tithe.models`; see `check_buildable` for what else a config must not ask for."""
+"""What a config may ask for besides says `check_buildable`."""
 
 _ALIASES: Final[Mapping[str, Architecture]] = {"kimi_k2": "deepseek_v3"}
 """Model types that are another's architecture under their own name."""
@@ -49,9 +36,7 @@ def check_architecture(model_type: object) -> Architecture:
         return _ALIASES[model_type]
     raise ModelError(
         f"config: model_type is {quote(str(model_type))}, which Tithe does not know; "
-        f"supported: {', '.join(BUILDABLE)}; described, not run: "
-        f"{', '.join([*(name for name in ARCHITECTURES if name not in BUILDABLE), *_ALIASES])}. "
-        f"Choose a model of one of these types"
+        f"supported: {', '.join([*ARCHITECTURES, *_ALIASES])}. Choose a model of one of these types"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tithe.arch.architectures import BUILDABLE
 from tithe.arch.files import quote
 from tithe.arch.formats import TensorFormat
 from tithe.arch.quantization import read_quantization
@@ -22,11 +21,6 @@ def build_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
     Each is a feature that would be computed wrongly if it were ignored. `ModelError` when the config itself is broken.
     """
     spec = ArchSpec.from_config(config)
-    if spec.architecture not in BUILDABLE:
-        yield (
-            f"model_type is {quote(str(config.get('model_type')))}, which `tithe inspect` describes and no run loads "
-            f"yet; supported: {', '.join(BUILDABLE)}. Choose a model of one of these types"
-        )
     if spec.activation != "silu":
         yield f"hidden_act is {quote(spec.activation)}; only silu is supported"
     yield from _packing_obstacles(config)

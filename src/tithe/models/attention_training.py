@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -35,8 +33,9 @@ class GroupedBackward:
         self._dq = torch.empty(rows, spec.q_size)
         self._dqkv = torch.empty(rows, width, dtype=operand)
 
-    def save(self, i: int, stage: str, n: int) -> None:
+    def save(self, i: int, stage: str, layout: PageLayout) -> None:
         """Copy what the backward of layer i will read, after a stage of its forward."""
+        n = len(layout.segment)
         b, spec, slot = self._buffers, self._decoder.spec, self._slots[i]
         if stage == "qkv+adapter" and self._raw is not None:
             width = spec.q_size + spec.kv_size
@@ -65,7 +64,7 @@ class GroupedBackward:
         args += [pages.addresses(i)[0], keys.data_ptr(), values.data_ptr(), is_bf16(keys)]
         args += [table.data_ptr(), table.shape[1]]
         args += [t.data_ptr() for t in (layout.start, layout.length, layout.first)]
-        args += [self._lse[slot].data_ptr(), 1.0 / math.sqrt(spec.head_dim)]
+        args += [self._lse[slot].data_ptr(), self._decoder.score_scale]
         args += [self._dq.data_ptr(), self._dkv.data_ptr(), self._dkv.shape[3]]
         args += [self._scratch.address, self._scratch.floats, pages.blocks, self._decoder.window(i)]
         attention_backward.bind(layout.sequences * spec.n_kv_heads, args).run()

@@ -41,31 +41,40 @@ class RowBuffers:
     sequence: Tensor
     table: Tensor
     lse: Tensor | None = None
+    q_a: Tensor | None = None
+    """Latent attention: normed queries in their bottleneck, operands; None without one, as `q`."""
+    q: Tensor | None = None
 
     @staticmethod
     def allocate(decoder: Decoder, rows: int, sequences: int, pages_per_sequence: int, *, with_lse: bool) -> RowBuffers:
         """Fresh buffers; the block table is [sequences, pages_per_sequence]."""
         spec, operand = decoder.spec, decoder.options.operand_dtype
+        latent = decoder.layers[0].latent
+        bottleneck = latent.q_b if latent is not None else None
         return RowBuffers(
             x=torch.empty(rows, spec.hidden_size),
             xn=torch.empty(rows, spec.hidden_size, dtype=operand),
-            qkv=torch.empty(rows, spec.q_size + 2 * spec.kv_size),
-            att=torch.empty(rows, spec.q_size, dtype=operand),
+            qkv=torch.empty(rows, decoder.layers[0].qkv.rows),
+            att=torch.empty(rows, decoder.layers[0].o.columns, dtype=operand),
             gate_up=torch.empty(rows, 2 * decoder.dense_width),
             act=torch.empty(rows, decoder.dense_width, dtype=operand),
             position=torch.zeros(rows, dtype=torch.int32),
             sequence=torch.zeros(rows, dtype=torch.int32),
             table=torch.zeros(sequences, pages_per_sequence, dtype=torch.int32),
             lse=torch.empty(rows, spec.n_heads) if with_lse else None,
+            q_a=torch.empty(rows, bottleneck.columns, dtype=operand) if bottleneck is not None else None,
+            q=torch.empty(rows, bottleneck.rows) if bottleneck is not None else None,
         )
 
     def inputs(self) -> dict[str, Tensor]:
         """The operand buffer each place reads."""
-        return {"qkv": self.xn, "o": self.att, "gate_up": self.xn, "down": self.act}
+        inputs = {"qkv": self.xn, "o": self.att, "gate_up": self.xn, "down": self.act}
+        return inputs if self.q_a is None else inputs | {"q_b": self.q_a}
 
     def outputs(self) -> dict[str, Tensor]:
         """The float32 buffer each place writes or adds to."""
-        return {"qkv": self.qkv, "o": self.x, "gate_up": self.gate_up, "down": self.x}
+        outputs = {"qkv": self.qkv, "o": self.x, "gate_up": self.gate_up, "down": self.x}
+        return outputs if self.q is None else outputs | {"q_b": self.q}
 
 
 def is_bf16(t: Tensor) -> int:

@@ -19,8 +19,11 @@ from tithe.errors import AdapterError
 from tithe.lora import LoraSpec, module_of
 from tithe.models.expert_adapter import EXPERT, ExpertAdapter, stack_experts
 from tithe.models.expert_bank import BlockAdapter, ExpertBank, ExpertBlock
+from tithe.models.latent import LatentLayer
+from tithe.models.latent_kernels import HEAD_CHUNK
 from tithe.models.linear import Linear, LinearAdapter, build_adapter
 from tithe.models.options import ModelOptions
+from tithe.models.rope import score_scale
 from tithe.quant import PackedMatrix
 
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
@@ -44,10 +47,14 @@ class Layer:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     sinks: Tensor | None = None
+    latent: LatentLayer | None = None
+    """Latent attention; `qkv` then makes query bottleneck (or queries), latent and rotated key."""
 
     def linears(self) -> dict[str, Linear]:
         """The linears that can carry an adapter, by their place in the block."""
         places = {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
+        if self.latent is not None:
+            places |= {"q_b": self.latent.q_b, "kv_b": self.latent.kv_b}
         return {name: linear for name, linear in places.items() if linear is not None}
 
 
@@ -93,6 +100,11 @@ class Decoder:
         """Width of the dense MLPs; 0 where every layer is a mixture."""
         return max((layer.down.columns for layer in self.layers if layer.down is not None), default=0)
 
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by."""
+        return score_scale(self.spec, self.config)
+
     def window(self, layer: int) -> int:
         """Tokens that a layer sees; 0: all."""
         return self.spec.window.size if layer in self.spec.window.layers else 0
@@ -133,6 +145,7 @@ class Decoder:
             ]
             tensors += [t for t in (layer.gate_up_bias, layer.down_bias) if t is not None]
             tensors += layer.experts.storages() if layer.experts is not None else []
+            tensors += layer.latent.storages() if layer.latent is not None else []
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
@@ -192,8 +205,11 @@ def _block_adapter(
 
 def scratch_floats(spec: ArchSpec, longest: int) -> int:
     """float32 scratch per thread that any forward kernel needs for sequences of `longest` positions."""
-    group = spec.n_heads // spec.n_kv_heads
-    attention = group * (longest + spec.head_dim)
+    if spec.latent is not None:
+        latent, width, heads = spec.latent.kv_lora_rank, spec.latent.cached_per_token, min(HEAD_CHUNK, spec.n_heads)
+        attention = max(heads * (longest + latent) + 16 * width, spec.q_size + width)
+    else:
+        attention = spec.n_heads // spec.n_kv_heads * (longest + spec.head_dim)
     return max(attention, spec.hidden_size, spec.intermediate_size, 64)
 
 

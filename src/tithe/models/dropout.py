@@ -10,20 +10,15 @@ from torch import Tensor
 
 from tithe.models.decoder import Decoder
 
-_PLACES = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3}
+_PLACES = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3, "q_b": 4}
 
 
 class AdapterDropout:
     """Buffers of dropped inputs and the masks of one micro-batch; set `seed` before each (0 < p < 1)."""
 
     def __init__(self, decoder: Decoder, rows: int, probability: float) -> None:
-        spec, dtype = decoder.spec, decoder.options.operand_dtype
-        widths = {
-            "qkv": spec.hidden_size,
-            "o": spec.q_size,
-            "gate_up": spec.hidden_size,
-            "down": spec.intermediate_size,
-        }
+        dtype = decoder.options.operand_dtype
+        widths = {place: one.columns for layer in decoder.layers for place, one in layer.linears().items()}
         self.buffers = {place: torch.zeros(rows, width, dtype=dtype) for place, width in widths.items()}
         self.probability = probability
         self.seed = 0
@@ -33,7 +28,7 @@ class AdapterDropout:
         """x with the place's mask, kept entries divided by 1 − p."""
         if not self.enabled:
             return x
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 4 + _PLACES[place])
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 8 + _PLACES[place])
         keep = torch.rand(x.shape, generator=generator) >= self.probability
         return x * keep.to(x.dtype) / (1.0 - self.probability)
 

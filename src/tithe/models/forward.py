@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.models.buffers import RowBuffers, Scratch
-from tithe.models.decoder import Decoder, ModelAdapter, padded, scratch_floats
+from tithe.models.buffers import RowBuffers
+from tithe.models.decoder import Decoder, ModelAdapter, padded
 from tithe.models.expert_plan import ExpertPlan
-from tithe.models.expert_workspace import Workspace
 from tithe.models.kv import KVPages
+from tithe.models.latent_plan import LatentPlan
 from tithe.models.linear import AdapterSteps, adapter_steps
-from tithe.models.stages import PLACES, Stage, layer_stages, set_rows
+from tithe.models.stages import PLACES, Room, Stage, layer_stages, set_rows
 from tithe.quant import Launch
 from tithe.quant.matrix import set_product_rows, set_riders
 
@@ -29,6 +29,11 @@ Tap = Callable[[int, str], None]
 def _expert_plan(stages: Mapping[str, Stage]) -> ExpertPlan | None:
     """The plan of a layer's experts; None in a dense layer."""
     return next((step for step in stages["gate_up"].main if isinstance(step, ExpertPlan)), None)
+
+
+def _latent_plan(stages: Mapping[str, Stage]) -> LatentPlan | None:
+    """The plan of a layer's latent attention; None in other layers."""
+    return next((step for step in stages["attend"].main if isinstance(step, LatentPlan)), None)
 
 
 class AdapterPlan:
@@ -47,6 +52,7 @@ class AdapterPlan:
             {
                 place: adapter_steps(a, inputs[place], u, outputs[place], stages[place].base)
                 for place, a in layer.items()
+                if place in stages  # what sits on kv_b_proj is a part of latent attention
             }
             for layer, stages in zip(adapter.layers, layers, strict=True)
         ]
@@ -93,17 +99,14 @@ class ForwardPlan:
         longest = padded(max_positions)
         self.buffers = RowBuffers.allocate(decoder, max_rows, sequences, longest // 16, with_lse=with_lse)
         self._adapter_inputs = adapter_inputs or self.buffers.inputs()
-        self.scratch = Scratch(scratch_floats(decoder.spec, longest))
         self.u = torch.empty(max_rows, 0)
-        blocks = decoder.blocks()
-        self.workspace = Workspace(blocks, decoder.options.operand_dtype, max_rows) if blocks else None
+        self.room = Room.allocate(decoder, self.buffers, pages, longest)
         self._layers = [
-            layer_stages(
-                decoder, i, self.buffers, pages, self.scratch, self.workspace, kept[i] if kept is not None else None
-            )
+            layer_stages(decoder, i, self.room, kept[i] if kept is not None else None)
             for i in range(len(decoder.layers))
         ]
         self.experts = [_expert_plan(layer) for layer in self._layers]
+        self.latent = [_latent_plan(layer) for layer in self._layers]
         self._riding: tuple[object, ...] = ()
         self._riders: list[np.ndarray] = []
         self._adapters: dict[int, tuple[ModelAdapter, AdapterPlan]] = {}
@@ -115,6 +118,9 @@ class ForwardPlan:
         for plan, part in zip(self.experts, adapter.experts, strict=True):
             if plan is not None and part is not None:
                 plan.forget(part)
+        for latent, places in zip(self.latent, adapter.layers, strict=True):
+            if latent is not None:
+                latent.forget(places.get("kv_b"))
 
     def _plan_of(self, adapter: ModelAdapter) -> AdapterPlan:
         if adapter.widest > self.u.shape[1]:
@@ -138,7 +144,7 @@ class ForwardPlan:
     @property
     def is_mixture(self) -> bool:
         """Whether any layer has experts."""
-        return self.workspace is not None
+        return self.room.experts is not None
 
     def chosen(self, n: int) -> Tensor:
         """Expert ids int32 [mixture layers, n, k] that the first n rows took: what a later pass can replay."""
@@ -171,6 +177,10 @@ class ForwardPlan:
             if experts is not None:
                 experts.segments = [(a, b, one.experts[i]) for a, b, one in segments if one is not None]
                 experts.replay = next(taken) if taken is not None else None
+        for i, latent in enumerate(self.latent):
+            if latent is not None:
+                found = [(a, b, one.layers[i].get("kv_b")) for a, b, one in segments if one is not None]
+                latent.segments = [(a, b, part) for a, b, part in found if part is not None]
         return plans
 
     def _attach(self, plans: Sequence[AdapterPlan]) -> None:

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.arch import ArchSpec
+from tithe.arch import ArchSpec, kv_bytes_per_token
 from tithe.errors import EngineError
 from tithe.models.attention_kernels import PAGE, copy_slots
+from tithe.models.latent_kernels import copy_positions
 from tithe.quant import Launch
 from tithe.utils.memory import give_back
 
@@ -16,26 +17,34 @@ from tithe.utils.memory import give_back
 class KVPages:
     """Keys [pages, L, Hkv, D, 16] and values [pages, L, Hkv, 16, D] of one dtype.
 
+    In latent attention `keys` is [pages, L, 16, C + E], latents and rotated keys of all heads together, and `values`
+    are the same latents once more (a view).
+
     A page holds all layers: memory is touched by the page that is used, also where the system gives it out in large
     pieces.
     """
 
     def __init__(self, spec: ArchSpec, pages: int, dtype: torch.dtype) -> None:
-        shape = (pages, spec.n_layers, spec.n_kv_heads)
-        self.keys = _lazy_zeros((*shape, spec.head_dim, PAGE), dtype)
-        self.values = _lazy_zeros((*shape, PAGE, spec.head_dim), dtype)
-        self.pages = pages
+        shape = (pages, spec.n_layers)
+        self.pages, self._latent = pages, spec.latent
+        if spec.latent is not None:
+            self.keys = _lazy_zeros((*shape, PAGE, spec.latent.cached_per_token), dtype)
+            self.values = self.keys[..., : spec.latent.kv_lora_rank]
+            self._stored = (self.keys,)
+            return
+        self.keys = _lazy_zeros((*shape, spec.n_kv_heads, spec.head_dim, PAGE), dtype)
+        self.values = _lazy_zeros((*shape, spec.n_kv_heads, PAGE, spec.head_dim), dtype)
+        self._stored = (self.keys, self.values)
 
     @staticmethod
     def page_bytes(spec: ArchSpec, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, keys and values."""
-        element = torch.empty(0, dtype=dtype).element_size()
-        return 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * PAGE * element
+        return PAGE * kv_bytes_per_token(spec, dtype.itemsize)
 
     @property
     def blocks(self) -> int:
-        """Blocks (one layer, one kv head) from one page to the next."""
-        return self.keys.shape[1] * self.keys.shape[2]
+        """Blocks (one layer, one kv head; latents: one layer) from one page to the next."""
+        return self.keys.shape[1] * (1 if self._latent is not None else self.keys.shape[2])
 
     def addresses(self, layer: int) -> tuple[int, int]:
         """Where the keys and the values of a layer begin in page 0."""
@@ -44,14 +53,14 @@ class KVPages:
     @property
     def n_bytes(self) -> int:
         """Bytes when every page is in use."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return sum(t.numel() * t.element_size() for t in self._stored)
 
     def give_back(self, pages: list[int]) -> None:
         """Return the memory of pages that nobody holds; they are zeros when they are used again."""
         ordered = sorted(pages)
         starts = [i for i, page in enumerate(ordered) if i == 0 or page != ordered[i - 1] + 1]
         for i, j in zip(starts, [*starts[1:], len(ordered)], strict=True):
-            for t in (self.keys, self.values):
+            for t in self._stored:
                 stride = t.stride(0) * t.element_size()
                 give_back(t.data_ptr() + ordered[i] * stride, (j - i) * stride)
 
@@ -66,11 +75,19 @@ class KVPages:
         return self._copy(source, target, slots, layer, 1)
 
     def _copy(self, source: Tensor, target: Tensor, slots: Tensor, first: int, layers: int) -> Launch:
+        if self._latent is not None:
+            return self._copy_latents(source, target, slots, first, layers)
         kv_heads, dim = self.keys.shape[2:4]
         layer = kv_heads * dim * PAGE * self.keys.element_size()
         args = [source.data_ptr(), target.data_ptr(), slots.data_ptr(), kv_heads, dim, layers]
         args += [layer * self.keys.shape[1], layer, *self.addresses(first), int(self.keys.dtype == torch.bfloat16)]
         return copy_slots.bind(len(source) * layers, args, (source, target, slots))
+
+    def _copy_latents(self, source: Tensor, target: Tensor, slots: Tensor, first: int, layers: int) -> Launch:
+        bytes_of = [stride * self.keys.element_size() for stride in self.keys.stride()[:2]]
+        args = [source.data_ptr(), target.data_ptr(), slots.data_ptr(), self.keys.shape[3], layers, *bytes_of]
+        args += [self.addresses(first)[0], int(self.keys.dtype == torch.bfloat16)]
+        return copy_positions.bind(len(source) * layers, args, (source, target, slots))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

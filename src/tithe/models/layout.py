@@ -41,6 +41,11 @@ class PageLayout:
         """S."""
         return self.table.shape[0]
 
+    @property
+    def rows(self) -> int:
+        """Rows that belong to a segment; padding comes behind them."""
+        return int(self.length.sum())
+
 
 def page_layout(micro: MicroBatch) -> PageLayout:
     """Assign pages to every segment of a micro-batch, in order."""

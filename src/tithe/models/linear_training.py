@@ -41,7 +41,8 @@ class LinearBackward:
         self._weights = torch.empty(max(part.transposed_numel for part in parts), dtype=self.operand)
         widest = max(max(linear.columns, *(s.stop - s.start for s in linear.sites)) for linear in linears)
         self._panels = torch.empty(transposed_numel(rows, widest), dtype=self.operand)
-        self._u = {p: torch.empty(slots.count, rows, width, dtype=self.operand) for p, width in widths.items()}
+        kept = {place: width for place, width in widths.items() if place != "kv_b"}  # a part of latent attention
+        self._u = {p: torch.empty(slots.count, rows, width, dtype=self.operand) for p, width in kept.items()}
         self._n = 0
         self._adapter: TrainAdapter | None = None
 

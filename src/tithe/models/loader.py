@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tithe.arch import Checkpoint, Shard, checkpoint_base, iter_held
+from tithe.arch import ArchSpec, Checkpoint, Shard, checkpoint_base, iter_held
 from tithe.errors import ModelError
 from tithe.models.attention_kernels import MOST_QUERIES
 from tithe.models.decoder import Decoder, Layer
+from tithe.models.latent import LatentLayer
 from tithe.models.linear import Linear, Site, fuse
 from tithe.models.loader_experts import load_experts, vector
 from tithe.models.loader_pack import Packer
@@ -33,12 +34,7 @@ def load_model(checkpoint: Checkpoint, options: ModelOptions, shard: Shard | Non
     spec = checkpoint.spec
     if options.base_dtype == "fp32" and options.compute_dtype == "bf16":
         raise ModelError("model.compute_dtype bf16 would round an fp32 base: set model.base_dtype to bf16")
-    if spec.head_dim % 16:
-        raise ModelError(f"head_dim {spec.head_dim} is not a multiple of 16, which the attention kernels need")
-    if spec.rotary_dim % 2:
-        raise ModelError(f"{spec.rotary_dim} dimensions of a head are rotated, an odd number: change rotary_dim")
-    if spec.latent is None and spec.n_heads // spec.n_kv_heads > MOST_QUERIES:
-        raise ModelError(f"{spec.n_heads // spec.n_kv_heads} query heads share a key; at most {MOST_QUERIES} can")
+    _check_widths(spec)
     loader = _Loader(checkpoint, options, shard)
     layers = tuple(loader.layer(i) for i in range(spec.n_layers))
     embedding = loader.matrix("model.embed_tokens", is_linear=False)
@@ -61,6 +57,26 @@ def load_model(checkpoint: Checkpoint, options: ModelOptions, shard: Shard | Non
         file_bytes=sum(tensor.n_bytes for tensor in held),
         base_max_abs_error=loader.packer.max_abs_error,
     )
+
+
+def _check_widths(spec: ArchSpec) -> None:
+    """`ModelError` for attention that the kernels cannot compute."""
+    latent = spec.latent
+    if latent is not None:
+        sizes = {"kv_lora_rank": latent.kv_lora_rank, "qk_rope_head_dim": latent.qk_rope_head_dim}
+        for key, width in sizes.items():
+            if width % 16:
+                raise ModelError(f"{key} {width} is not a multiple of 16, which the attention kernels need")
+        for key, width in {"qk_nope_head_dim": latent.qk_nope_head_dim, "v_head_dim": latent.v_head_dim}.items():
+            if width % 2:
+                raise ModelError(f"{key} {width} is odd, which the products by head cannot read")
+        return
+    if spec.head_dim % 16:
+        raise ModelError(f"head_dim {spec.head_dim} is not a multiple of 16, which the attention kernels need")
+    if spec.rotary_dim % 2:
+        raise ModelError(f"{spec.rotary_dim} dimensions of a head are rotated, an odd number: change rotary_dim")
+    if spec.n_heads // spec.n_kv_heads > MOST_QUERIES:
+        raise ModelError(f"{spec.n_heads // spec.n_kv_heads} query heads share a key; at most {MOST_QUERIES} can")
 
 
 class _Loader:
@@ -104,13 +120,9 @@ class _Loader:
         common: dict[str, Any] = {
             "input_norm": self.vector(f"{p}.input_layernorm.weight"),
             "post_norm": self.vector(f"{p}.post_attention_layernorm.weight"),
-            "qkv": self.linear(*(f"{attention}.{n}_proj" for n in "qkv")),
             "o": self.linear(f"{attention}.o_proj"),
-            "qkv_bias": self.optional(*(f"{attention}.{n}_proj.bias" for n in "qkv")),
             "o_bias": self.optional(f"{attention}.o_proj.bias"),
-            "q_norm": self.optional(f"{attention}.q_norm.weight"),
-            "k_norm": self.optional(f"{attention}.k_norm.weight"),
-            "sinks": self.optional(f"{attention}.sinks"),
+            **(self.latent(attention) if spec.latent is not None else self.grouped(attention)),
         }
         if i in spec.moe_layers:
             experts = load_experts(self.checkpoint, i, self.packer, self.shard)
@@ -122,3 +134,33 @@ class _Loader:
             gate_up_bias=self.optional(f"{mlp}.gate_proj.bias", f"{mlp}.up_proj.bias"),
             down_bias=self.optional(f"{mlp}.down_proj.bias"),
         )
+
+    def grouped(self, attention: str) -> dict[str, Any]:
+        """Grouped-query attention's own fields of a layer."""
+        return {
+            "qkv": self.linear(*(f"{attention}.{n}_proj" for n in "qkv")),
+            "qkv_bias": self.optional(*(f"{attention}.{n}_proj.bias" for n in "qkv")),
+            "q_norm": self.optional(f"{attention}.q_norm.weight"),
+            "k_norm": self.optional(f"{attention}.k_norm.weight"),
+            "sinks": self.optional(f"{attention}.sinks"),
+        }
+
+    def latent(self, attention: str) -> dict[str, Any]:
+        """Latent attention's own fields of a layer. Only projections into bottlenecks have biases."""
+        spec = self.checkpoint.spec
+        assert spec.latent is not None
+        has_bottleneck = spec.latent.q_lora_rank is not None
+        first, down = f"{attention}.{'q_a_proj' if has_bottleneck else 'q_proj'}", f"{attention}.kv_a_proj_with_mqa"
+        bias = self.optional(f"{down}.bias")
+        if bias is not None:
+            own = self.optional(f"{first}.bias")
+            bias = torch.cat([torch.zeros(spec.q_size) if own is None else own, bias])
+        latent = LatentLayer(
+            sizes=spec.latent,
+            heads=spec.n_heads,
+            q_norm=self.vector(f"{attention}.q_a_layernorm.weight") if has_bottleneck else None,
+            q_b=self.linear(f"{attention}.q_b_proj") if has_bottleneck else None,
+            kv_norm=self.vector(f"{attention}.kv_a_layernorm.weight"),
+            kv_b=self.linear(f"{attention}.kv_b_proj"),
+        )
+        return {"qkv": self.linear(first, down), "qkv_bias": bias, "latent": latent}

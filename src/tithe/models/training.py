@@ -23,6 +23,8 @@ from tithe.models.expert_training import expert_backward
 from tithe.models.forward import ForwardPlan
 from tithe.models.gradients import rms_norm_backward, swiglu_backward
 from tithe.models.kv import KVPages
+from tithe.models.latent import NORM_EPS, LatentAdapter
+from tithe.models.latent_training import LatentBackward
 from tithe.models.layout import PageLayout
 from tithe.models.linear import Linear
 from tithe.models.linear_training import LinearBackward, Slots
@@ -103,8 +105,9 @@ class TrainPass:
         buffers = self.plan.buffers
         buffers.table[capacity.sequences] = capacity.pages
         self._linears = LinearBackward(decoder, rows, widths, slots, self.dropout)
-        self._attention = GroupedBackward(decoder, buffers, self.pages, capacity.sequences, capacity.positions, slots)
-        self._scratch = Scratch(max(3 * decoder.dense_width, spec.hidden_size))
+        self._attention = _attention_memory(decoder, self.plan, self.pages, capacity, slots)
+        widest_norm = max(spec.hidden_size, 0 if buffers.q_a is None else buffers.q_a.shape[1])
+        self._scratch = Scratch(max(3 * decoder.dense_width, widest_norm))
         self._d_gate_up = torch.empty(rows, 2 * decoder.dense_width, dtype=operand)
         self._act = torch.empty(rows, decoder.dense_width, dtype=operand)
         self._operand = operand
@@ -126,6 +129,8 @@ class TrainPass:
         on_experts = adapter is not None and any(block is not None for block in adapter.model.experts)
         if self.dropout is not None and on_experts:
             raise ModelError("lora.dropout above 0 is not supported for adapters on experts; set lora.dropout to 0")
+        if self.dropout is not None and adapter is not None and any("kv_b" in layer for layer in adapter.model.layers):
+            raise ModelError("lora.dropout above 0 is not supported for adapters on kv_b_proj; set lora.dropout to 0")
         n = len(ids)
         b = self.plan.buffers
         b.position[:n] = layout.position
@@ -155,7 +160,8 @@ class TrainPass:
     def _tap(self, i: int, stage: str) -> None:
         """Fork shared pages, then copy what the backward will read."""
         self._fork_only(i, stage)
-        self._attention.save(i, stage, self._n)
+        assert self._layout is not None
+        self._attention.save(i, stage, self._layout)
         n, b, saved = self._n, self.plan.buffers, self.saved
         if stage == "o+adapter":
             saved.x_mid[self._slots[i], :n] = b.x[:n]
@@ -178,7 +184,7 @@ class TrainPass:
 
     def _experts_backward(self, i: int, block: ExpertBlock, dx: Tensor, grads: AdapterGradients) -> None:
         n, layer, eps = self._n, self.decoder.layers[i], self.decoder.spec.rms_norm_eps
-        plan, workspace = self.plan.experts[i], self.plan.workspace
+        plan, workspace = self.plan.experts[i], self.plan.room.experts
         assert plan is not None
         assert workspace is not None
         x, normed = self.saved.x_mid[self._slots[i], :n], self.plan.buffers.xn[:n]
@@ -211,8 +217,30 @@ class TrainPass:
         dy = dx.to(self._operand)
         du, d_att = self._linears.input_gradient(i, "o", layer.o, dy)
         self._linears.weight_gradients(i, "o", dy, du, self._attention.att[self._slots[i], :n], grads)
-        d_qkv = self._attention.run(i, d_att, layout)
+        attention = self._attention
+        if isinstance(attention, LatentBackward):
+            d_qkv = self._latent_backward(i, attention, d_att, grads)
+        else:
+            d_qkv = attention.run(i, d_att, layout)
         self._through_norm(i, "qkv", layer.qkv, d_qkv, self.saved.x_in[i], layer.input_norm, dx, grads)
+
+    def _latent_backward(self, i: int, memory: LatentBackward, d_att: Tensor, grads: AdapterGradients) -> Tensor:
+        """The gradient of the projections into the bottlenecks [n, Q + C + E], operands."""
+        latent, n, layout, adapter = self.decoder.layers[i].latent, self._n, self._layout, self._adapter
+        assert latent is not None
+        assert layout is not None
+        assert adapter is not None
+        on_kv = adapter.model.layers[i].get("kv_b")
+        part = LatentAdapter.of(on_kv, latent) if on_kv is not None else None
+        d_queries = memory.queries(i, d_att, layout, part, grads.places[i]["kv_b"][0] if part is not None else None)
+        if latent.q_b is not None:
+            assert latent.q_norm is not None
+            raw = memory.down[self._slots[i], :n, : latent.query_columns].contiguous()
+            d_raw = torch.zeros_like(raw)
+            self._through_norm(i, "q_b", latent.q_b, d_queries, raw, latent.q_norm, d_raw, grads, NORM_EPS)
+            memory.d_down[:n, : latent.query_columns] = d_raw
+        memory.finish(i, layout)
+        return memory.d_down[:n]
 
     def _through_norm(
         self,
@@ -224,15 +252,26 @@ class TrainPass:
         weight: Tensor,
         dx: Tensor,
         grads: AdapterGradients,
+        eps: float | None = None,
     ) -> None:
-        """Gradients of a linear that reads a normed residual; its share is added to dx."""
-        n, eps = self._n, self.decoder.spec.rms_norm_eps
+        """Gradients of a linear that reads normed rows x; its share is added to dx. `eps`: the model's unless given."""
+        n, eps = self._n, self.decoder.spec.rms_norm_eps if eps is None else eps
         du, d_normed = self._linears.input_gradient(i, place, linear, dy)
         if du is not None:
-            normed = self.plan.buffers.xn[:n]
+            normed = self.plan.buffers.inputs()[place][:n]
             norm_step(x[:n], weight, normed, eps, self._scratch).run()
             self._linears.weight_gradients(i, place, dy, du, normed, grads)
         norm_backward(x[:n], weight, d_normed, dx, eps)
+
+
+def _attention_memory(
+    decoder: Decoder, plan: ForwardPlan, pages: KVPages, capacity: Capacity, slots: Slots
+) -> GroupedBackward | LatentBackward:
+    """What the backward of a decoder's kind of attention keeps."""
+    if plan.room.latent is None:
+        return GroupedBackward(decoder, plan.buffers, pages, capacity.sequences, capacity.positions, slots)
+    work = plan.room.latent
+    return LatentBackward(decoder, plan.buffers, pages, work, capacity.sequences, capacity.positions, slots)
 
 
 def norm_backward(x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, eps: float) -> None:

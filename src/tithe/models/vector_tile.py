@@ -20,7 +20,8 @@ _I64 = ir.IntType(64)
 _VF = ir.VectorType(ir.FloatType(), 16)
 
 
-def _load_b(builder: Any, base: Any, index: Any, bf16: bool) -> Any:
+def load_wide(builder: Any, base: Any, index: Any, bf16: bool) -> Any:
+    """16 adjacent numbers from element `index` on, as float32."""
     if not bf16:
         return load_vector(builder, base, index, _VF)
     half = load_vector(builder, base, index, ir.VectorType(ir.IntType(16), 16))
@@ -60,7 +61,8 @@ def _make(rows: int, vectors: int, bf16: bool, accumulate: bool, chains: int) ->
         for c in range(chains):
             kc = builder.add(k, ir.Constant(_I64, c))
             base = builder.mul(kc, ldb)
-            columns = [_load_b(builder, b, builder.add(base, ir.Constant(_I64, 16 * v)), bf16) for v in range(vectors)]
+            at = [builder.add(base, ir.Constant(_I64, 16 * v)) for v in range(vectors)]
+            columns = [load_wide(builder, b, index, bf16) for index in at]
             for r in range(rows):
                 index = builder.add(builder.mul(row_stride, ir.Constant(_I64, r)), builder.mul(kc, k_stride))
                 x = splat(builder, builder.load(builder.gep(a, [index])), _VF)

@@ -125,7 +125,7 @@ def test_head_dim_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "supported: llama, mistral, .*minimax_m2; described, not run: deepseek_v3, kimi"),
+        ({"model_type": "mamba"}, "supported: llama, mistral, .*minimax_m2, kimi_k2. Choose"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*each of the 28 layers"),
         ({"layer_types": ["linear_attention"] * 28}, "layer_types"),
         ({"hidden_act": 1}, "hidden_act"),

@@ -21,7 +21,9 @@ from tithe.models.loader import load_model
 from tithe.models.options import ModelOptions
 from tithe.quant import set_threads
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v3",
+)  # fmt: skip
 MODES = {"bf16": BF16, "fp32": FP32, "wide": WIDE}
 IDS = random_ids(37)
 
@@ -197,7 +199,7 @@ def test_decode_has_the_bits_of_prefill(tmp_path: Path, architecture: str, mode:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp32"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss", "minimax_m2", "deepseek_v3"])
 def test_one_and_two_threads_give_the_same_bits(tmp_path: Path, architecture: str, mode: str) -> None:
     decoder = tiny_decoder(tmp_path / "m", architecture, MODES[mode])
     one = logits(decoder)
@@ -210,9 +212,12 @@ def test_one_and_two_threads_give_the_same_bits(tmp_path: Path, architecture: st
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 32, 35])
-def test_a_shared_and_forked_prompt_has_the_bits_of_an_own_one(tmp_path: Path, mode: str, prompt: int) -> None:
-    decoder = tiny_decoder(tmp_path / "m", "llama", MODES[mode])
+def test_a_shared_and_forked_prompt_has_the_bits_of_an_own_one(
+    tmp_path: Path, prompt: int, architecture: str, mode: str
+) -> None:
+    decoder = tiny_decoder(tmp_path / "m", architecture, MODES[mode])
     own, shared = Walk(decoder), Walk(decoder)
     tails = {2: random_ids(20, 3), 4: random_ids(20, 4)}
     shared.prefill(0, IDS[:prompt])

@@ -73,8 +73,26 @@ def test_a_fork_copies_the_first_slots_of_a_page_in_every_layer(
     assert torch.equal(pages.values, values)
 
 
-def test_page_bytes_are_what_pages_take(tmp_path: Path) -> None:
-    spec = tiny_decoder(tmp_path / "m").spec
+@pytest.mark.parametrize("options", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("slots", [1, 7, 15, 16])
+def test_a_fork_copies_latents(tmp_path: Path, options: ModelOptions, slots: int) -> None:
+    pages = KVPages(tiny_decoder(tmp_path / "m", "deepseek_v3", options).spec, 5, options.operand_dtype)
+    pages.keys.copy_(torch.randn(pages.keys.shape, generator=torch.Generator().manual_seed(0)))
+    expected = pages.keys.clone()
+    one_layer = expected.clone()
+    pages.fork_step(1, *(torch.tensor([n], dtype=torch.int32) for n in (1, 3, slots))).run()
+    one_layer[3, 1, :slots] = one_layer[1, 1, :slots]
+    assert torch.equal(pages.keys, one_layer)
+    pages.fork([1, 4], [3, 0], [slots, slots])
+    for source, target in ((1, 3), (4, 0)):
+        expected[target, :, :slots] = expected[source, :, :slots]
+    assert torch.equal(pages.keys, expected)
+    assert torch.equal(pages.values, expected[..., :32])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_page_bytes_are_what_pages_take(tmp_path: Path, architecture: str) -> None:
+    spec = tiny_decoder(tmp_path / "m", architecture).spec
     for dtype in (torch.bfloat16, torch.float32):
         pages = KVPages(spec, 7, dtype)
         assert pages.n_bytes == 7 * KVPages.page_bytes(spec, dtype)
@@ -82,8 +100,9 @@ def test_page_bytes_are_what_pages_take(tmp_path: Path) -> None:
         assert not pages.values.any()
 
 
-def test_memory_given_back_is_zeros_and_the_rest_stays(tmp_path: Path) -> None:
-    pages = KVPages(tiny_decoder(tmp_path / "m", "llama", FP32).spec, 64, torch.float32)
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_memory_given_back_is_zeros_and_the_rest_stays(tmp_path: Path, architecture: str) -> None:
+    pages = KVPages(tiny_decoder(tmp_path / "m", architecture, FP32).spec, 64, torch.float32)
     for t in (pages.keys, pages.values):
         t.fill_(1.0)
     kept = [0, 7, 31, 32, 63]

@@ -129,9 +129,9 @@ def test_the_trainers_log_probs_are_the_samplers(tmp_path: Path, architecture: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("architecture", ["mistral", "mixtral", "glm4_moe", "gpt_oss", "minimax_m2"])
+@pytest.mark.parametrize("architecture", ["mistral", "mixtral", "glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v3"])
 def test_they_are_in_large_open_models(tmp_path: Path, architecture: str, mode: str) -> None:
-    """Windows, sinks, partial rotary, norms over whole projections, experts."""
+    """Windows, sinks, partial rotary, norms over whole projections, latent attention, experts."""
     assert_trainer_agrees(tiny_decoder(tmp_path / "m", architecture, MODES[mode]))
 
 
