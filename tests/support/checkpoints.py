@@ -61,7 +61,7 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _DEEPSEEK_EXPERTS
     | {
         "num_key_value_heads": 4,
-        "q_lora_rank": 24,
+        "q_lora_rank": 32,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,

@@ -188,7 +188,7 @@ def kv_bytes_per_token(spec: ArchSpec, bytes_per_element: int) -> int:
 
     28 layers, 2 KV heads of size 128 in BF16 take 2 · 28 · 2 · 128 · 2 = 28672 bytes. Latent attention keeps the
     latent and one rotated key: Kimi-K2 takes 61 · (512 + 64) · 2 = 70272. A layer with a sliding window keeps as much
-    for each token, but never for more tokens than its window.
+    for each token: it reads only its window, but a page holds all layers.
     """
     per_layer = spec.latent.cached_per_token if spec.latent else 2 * spec.kv_size
     return spec.n_layers * per_layer * bytes_per_element

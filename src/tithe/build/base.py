@@ -119,12 +119,12 @@ def _load(
 
 def _options(cfg: RunConfig, checkpoint: Checkpoint) -> ModelOptions:
     m = cfg.model
-    q_proj = checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"]
-    stored = q_proj.format.bytes_per_weight
+    o_proj = checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"]  # every architecture has one
+    stored = o_proj.format.bytes_per_weight
     for key, wanted in (("model.load_in_8bit", m.load_in_8bit), ("model.quantize", m.quantize != "none")):
         if wanted and stored <= EIGHT_BITS:
             raise ConfigError(
-                f"{key}: the linears of {checkpoint.path.name} are stored as {q_proj.format} already; leave it off",
+                f"{key}: the linears of {checkpoint.path.name} are stored as {o_proj.format} already; leave it off",
                 key=key,
             )
     if m.max_context > checkpoint.spec.max_position_embeddings:

@@ -69,7 +69,7 @@ def _sample(checkpoint: Checkpoint, options: ModelOptions) -> PackedMatrix:
     width = spec.intermediate_size or spec.moe_intermediate_size
     rows, columns = min(2 * width, 8192), spec.hidden_size - spec.hidden_size % 32
     rng = np.random.default_rng(0)
-    kind = checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"].format
+    kind = checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].format
     if columns and (kind in (TensorFormat.Q4_0, TensorFormat.Q4_1) or options.quantize == "int4"):
         q = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
         scale = np.full((rows, columns // 32), 0.01, np.float16)

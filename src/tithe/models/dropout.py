@@ -33,5 +33,7 @@ class AdapterDropout:
         return x * keep.to(x.dtype) / (1.0 - self.probability)
 
     def fill(self, layer: int, place: str, x: Tensor, n: int) -> None:
-        """Write the dropped input of n rows where the adapter's launches read it."""
-        self.buffers[place][:n] = self.apply_mask(layer, place, x[:n])
+        """Write the dropped input of n rows where the adapter's launches read it. A place without a linear (of experts)
+        has none."""
+        if place in self.buffers:
+            self.buffers[place][:n] = self.apply_mask(layer, place, x[:n])

@@ -159,7 +159,7 @@ def test_a_bf16_base_reports_the_rounding_of_float32_weights(tmp_path: Path) -> 
     assert rounded.base_max_abs_error == max(errors) > 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "glm4_moe", "minimax_m2", "deepseek_v3"])
 def test_bf16_compute_errs_less_than_transformers_in_bf16(tmp_path: Path, architecture: str) -> None:
     """Residual stream, norms, softmax and logits are float32 here; there everything is bf16."""
     mine = logits(tiny_decoder(tmp_path / "m", architecture, BF16)).log_softmax(-1)

@@ -256,8 +256,8 @@ def test_every_row_is_computed_under_its_own_adapter(tmp_path: Path, mode: str) 
 def test_a_packed_base_means_its_dequantized_weights(tmp_path: Path, quantize: str) -> None:
     """Bit for bit, kv_b_proj included."""
     options = ModelOptions(quantize=quantize)  # pyright: ignore[reportArgumentType]
-    packed_base = tiny_decoder(tmp_path / "m", "deepseek_v3", options, q_lora_rank=32)
-    dense = tiny_decoder(tmp_path / "m", "deepseek_v3", replace(options, compute="dequantized"), q_lora_rank=32)
+    packed_base = tiny_decoder(tmp_path / "m", "deepseek_v3", options)
+    dense = tiny_decoder(tmp_path / "m", "deepseek_v3", replace(options, compute="dequantized"))
     latent = packed_base.layers[0].latent
     assert latent is not None
     assert latent.kv_b.parts[0].name == quantize

@@ -43,7 +43,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("minimax_m2", {"rotary_dim": 32, "num_attention_heads": 6}),
     ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN}),
     ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
-    ("deepseek_v3", {"rope_interleave": False, "num_attention_heads": 6, "num_key_value_heads": 6}),
+    ("deepseek_v3", {"q_lora_rank": 24, "rope_interleave": False, "num_attention_heads": 6, "num_key_value_heads": 6}),
     ("deepseek_v3", {"v_head_dim": 24, "qk_nope_head_dim": 40, "attention_bias": True, "n_group": 1, "topk_group": 1}),
 ]
 IDS = [f"{architecture}-{number}" for number, (architecture, _) in enumerate(MODELS)]
