@@ -103,8 +103,9 @@ class PackedMatrix:
 
     def source(self) -> list[int]:
         """What kernels are told of the matrix: kind and the addresses of data, scales and zeros (0: none)."""
+        first = 0 if self.kind.is_dense else self.first_panel  # dense kinds are told by their whole word
         return [
-            self.kind.word | self.first_panel << 40,
+            self.kind.word | first << 40,
             self.data.data_ptr(),
             self.scale.data_ptr() if self.scale is not None else 0,
             self.zero.data_ptr() if self.zero is not None else 0,

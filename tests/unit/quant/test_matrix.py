@@ -323,3 +323,17 @@ def test_dense_storage_takes_any_even_width() -> None:
                 assert torch.equal(packed.matmul(torch.eye(columns, dtype=torch.bfloat16)).T, w)
             assert torch.equal(packed.expand(torch.float32), w)
             assert torch.equal(packed.expand(torch.bfloat16).float(), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_a_dense_matrix_are_its_rows(dtype: torch.dtype) -> None:
+    whole = pack_dense(
+        torch.randn(480, 64, generator=torch.Generator().manual_seed(0)), rounded=dtype == torch.bfloat16
+    )
+    w = whole.expand(torch.float32)
+    for first, block in whole.blocks(3):
+        assert torch.equal(block.expand(torch.float32), w[first : first + block.rows])
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert torch.equal(block.matmul(x), whole.matmul(x)[:, first : first + block.rows])
+        turned = block.transposed(torch.empty(block.transposed_numel, dtype=dtype))
+        assert torch.equal(turned.expand(torch.float32), w[first : first + block.rows].T)
