@@ -1,8 +1,9 @@
-"""Element and scale codes inside kernels: the numbers of a k-pair, and d and m of a group.
+"""Element and scale codes inside kernels: single numbers, and d and m of a group.
 
 The layouts, and W̃ = fma(q, d, m), are written in `tithe.quant.kinds`. A kernel is told `kind`, one word (`Kind.word`),
-and the addresses of data, scales and zeros. Every code is one small function of a single number here; the loops
-over a panel's 48 rows are made from it, so that a row alone and a row in its panel have the same bits.
+and the addresses of data, scales and zeros. Every scale code is one small function of a row here; the loop
+over a panel's 48 rows is made from it, so that a row alone and a row in its panel have the same bits. Whole panels of
+elements: `tithe.quant.widen_tile`.
 """
 
 # ruff: noqa: ARG001 - all functions of a table take the same arguments
@@ -20,7 +21,6 @@ from tithe.quant.runtime import (
     f16_to_f32,
     f32_to_bf16,
     f32p,
-    fma,
     i8p,
     u8p,
     u16p,
@@ -92,29 +92,29 @@ def round_bf16(x: Any) -> Any:
 # ---------------------------------------------------------------- numbers: bits to float32
 
 
-@njit(inline="always")
+@njit
 def _u4(code: Any) -> Any:
     return np.float32(code)
 
 
-@njit(inline="always")
+@njit
 def _s4(code: Any) -> Any:
     return np.float32(code - np.int32(8))
 
 
-@njit(inline="always")
+@njit
 def _e2m1(code: Any) -> Any:
     """As a half with the exponent 14 too low, where halves of E2M1's subnormal are subnormal, too."""
     half = ((code & np.int32(7)) << np.int32(9)) | ((code & np.int32(8)) << np.int32(12))
     return f16_to_f32(np.uint16(half)) * np.float32(16384.0)
 
 
-@njit(inline="always")
+@njit
 def _s8(code: Any) -> Any:
     return np.float32(np.int8(code))
 
 
-@njit(inline="always")
+@njit
 def _e4m3(code: Any) -> Any:
     """As a half with the exponent 8 too low."""
     bits = np.int32(code)
@@ -122,60 +122,9 @@ def _e4m3(code: Any) -> Any:
     return f16_to_f32(np.uint16(half)) * np.float32(256.0)
 
 
-@njit(inline="always")
+@njit
 def _s6(code: Any) -> Any:
     return np.float32(code - np.int32(32))
-
-
-def _pair_of_nibbles(number: Callable[[Any], Any]) -> Any:
-    """w = fma(q, d, m) of the 96 elements of a k-pair, index 2n + odd, in 48 bytes."""
-
-    @njit(inline="always")
-    def fill(data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
-        q = u8p(data + p * 48)
-        for v in range(3):
-            for i in range(16):
-                b, low, high = np.int32(q[v * 16 + i]), v * 32 + i, v * 32 + 16 + i
-                w[low] = fma(number(b & np.int32(15)), d[low], m[low])
-                w[high] = fma(number(b >> np.int32(4)), d[high], m[high])
-
-    return fill
-
-
-def _pair_of_bytes(number: Callable[[Any], Any]) -> Any:
-    """The same in 96 bytes."""
-
-    @njit(inline="always")
-    def fill(data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
-        q = u8p(data + p * 96)
-        for i in range(96):
-            w[i] = fma(number(q[i]), d[i], m[i])
-
-    return fill
-
-
-@njit(inline="always")
-def _pair_of_six(data: Any, p: Any, d: Any, m: Any, w: Any) -> None:
-    """The same in half of 144 bytes."""
-    low, high = u8p(data + p // 2 * 144 + p % 2 * 48), u8p(data + p // 2 * 144 + 96)
-    for h in range(6):
-        at = p % 2 * 6 + h
-        four, two = np.int32(h % 2 * 4), np.int32(at % 4 * 2)
-        for i in range(16):
-            nibble = (np.int32(low[h // 2 * 16 + i]) >> four) & np.int32(15)
-            top = (np.int32(high[at // 4 * 16 + i]) >> two) & np.int32(3)
-            w[h * 16 + i] = fma(_s6(nibble | (top << np.int32(4))), d[h * 16 + i], m[h * 16 + i])
-
-
-PAIR_OF: dict[int, Any] = {
-    U4: _pair_of_nibbles(_u4),
-    S4: _pair_of_nibbles(_s4),
-    E2M1: _pair_of_nibbles(_e2m1),
-    S8: _pair_of_bytes(_s8),
-    E4M3: _pair_of_bytes(_e4m3),
-    S6: _pair_of_six,
-}
-"""`pair(data, p, d, m, w)` by element: w[2n + odd] = fma(q, d, m), the 48 rows n of k-pair p of the panel at `data`."""
 
 
 @njit(inline="always")
@@ -200,40 +149,40 @@ def number_at(element: Any, data: Any, p: Any, i: Any) -> Any:
 # ---------------------------------------------------------------- scales: (d, m) of row n in group g of a panel
 
 
-@njit(inline="always")
+@njit
 def _f16(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     return f16_to_f32(u16p(scale)[(panel * groups + g) * 48 + n]), _NO_ZERO
 
 
-@njit(inline="always")
+@njit
 def _f16_zero(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     at = (panel * groups + g) * 48 + n
     return f16_to_f32(u16p(scale)[at]), f16_to_f32(u16p(zero)[at])
 
 
-@njit(inline="always")
+@njit
 def _bf16(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     return bf16_to_f32(u16p(scale)[(panel * groups + g) * 48 + n]), _NO_ZERO
 
 
-@njit(inline="always")
+@njit
 def _e8m0(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     code = np.uint32(u8p(scale)[(panel * groups + g) * 48 + n])
     return bits_to_f32(code << np.uint32(23)), _NO_ZERO
 
 
-@njit(inline="always")
+@njit
 def _e4m3_global(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     return _e4m3(u8p(scale)[(panel * groups + g) * 48 + n]) * f32p(zero)[0], _NO_ZERO
 
 
-@njit(inline="always")
+@njit
 def _f32_block(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     block = ((panel + (kind >> 40)) * 48 + n) // BLOCK_ROWS
     return f32p(scale)[block * groups + g], _NO_ZERO
 
 
-@njit(inline="always")
+@njit
 def _f16_int_zero(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     at = panel * groups + g
     code = (np.int32(u8p(zero + at * 24)[n % 24]) >> np.int32(n // 24 * 4)) & np.int32(15)
@@ -241,7 +190,7 @@ def _f16_int_zero(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: 
     return d, -(d * np.float32(code))
 
 
-@njit(inline="always")
+@njit
 def _q4_k(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     """As `kquants`: sub-blocks 4..7 keep their two high bits in the bytes of 0..3."""
     base = scale + (panel * (groups // 8) + g // 8) * 768
@@ -253,7 +202,7 @@ def _q4_k(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: 
     return f16_to_f32(u16p(base)[n]) * np.float32(s), -(f16_to_f32(u16p(base + 96)[n]) * np.float32(t))
 
 
-@njit(inline="always")
+@njit
 def _q6_k(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: Any) -> Any:
     base = scale + (panel * (groups // 16) + g // 16) * 864
     s = np.float32(i8p(base)[g % 16 * 48 + n])
@@ -263,7 +212,7 @@ def _q6_k(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, n: 
 def _panel_of(at: Callable[..., Any]) -> Any:
     """d and m of a panel's 48 rows, each twice: once for either k of a pair."""
 
-    @njit
+    @njit(inline="always")
     def fill(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, d: Any, m: Any) -> None:
         for n in range(48):
             value = at(scale, zero, kind, panel, groups, g, n)[0]
@@ -282,7 +231,7 @@ _fill_e8m0, _fill_e4m3, _fill_block = _panel_of(_e8m0), _panel_of(_e4m3_global),
 _fill_int_zero, _fill_q4_k, _fill_q6_k = _panel_of(_f16_int_zero), _panel_of(_q4_k), _panel_of(_q6_k)
 
 
-@njit(inline="always")
+@njit
 def load_group(scale: Any, zero: Any, kind: Any, panel: Any, groups: Any, g: Any, d: Any, m: Any) -> None:
     """d[96] and m[96] of group g of a panel, index 2n + odd."""
     scales = (kind >> 8) & 255

@@ -3,10 +3,8 @@
 Argument order of every kernel is written above it; a pointer is an integer address, a stride counts elements.
 """
 
-# ruff: noqa: ARG001 - what an element chooses from takes the same arguments
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ from tithe.quant.codes import (
     BF16,
     E2M1,
     E4M3,
-    PAIR_OF,
     S4,
     S6,
     S8,
@@ -26,12 +23,9 @@ from tithe.quant.codes import (
     groups_of,
     load_group,
     pairs_of_group,
-    round_bf16,
 )
 from tithe.quant.runtime import (
-    HAS_BF16_DOT,
     bits_to_f32,
-    f32_to_bf16,
     f32p,
     kernel,
     next_slot,
@@ -42,77 +36,33 @@ from tithe.quant.runtime import (
     u32p,
 )
 from tithe.quant.turn_tile import turn_pairs
-from tithe.quant.widen_tile import WIDEN
+from tithe.quant.widen_tile import FLOATS, PAIRS, ROUNDED, make_widen
 
 
-def _by_element(of: Callable[[int], Any]) -> Any:
-    """`run(element, base, p, end, d, m, rounded, out)`: what `of(element)` makes, for k-pairs [p, end) of one group."""
-    u4, s4, e2m1, s8, e4m3, s6 = (of(element) for element in (U4, S4, E2M1, S8, E4M3, S6))
+def _by_element(mode: int) -> Any:
+    """`run(element, base, p, end, d, m, out)`: k-pairs [p, end) of one group as `widen` writes them in this mode."""
+    u4, s4, e2m1, s8, e4m3, s6 = (make_widen(element, mode) for element in (U4, S4, E2M1, S8, E4M3, S6))
 
-    @njit(inline="always")
-    def run(element: Any, base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
+    @njit
+    def run(element: Any, base: Any, p: Any, end: Any, d: Any, m: Any, out: Any) -> None:
+        source, target, pairs = u8p(base + data_bytes(element, p)), u32p(out), end - p
         if element == U4:
-            u4(base, p, end, d, m, rounded, out)
+            u4(source, d, m, pairs, target)
         elif element == S4:
-            s4(base, p, end, d, m, rounded, out)
+            s4(source, d, m, pairs, target)
         elif element == E2M1:
-            e2m1(base, p, end, d, m, rounded, out)
+            e2m1(source, d, m, pairs, target)
         elif element == S8:
-            s8(base, p, end, d, m, rounded, out)
+            s8(source, d, m, pairs, target)
         elif element == E4M3:
-            e4m3(base, p, end, d, m, rounded, out)
+            e4m3(source, d, m, pairs, target)
         else:
-            s6(base, p, end, d, m, rounded, out)
+            s6(source, d, m, pairs, target)
 
     return run
 
 
-def _widened(element: int) -> Any:
-    """bf16 pairs [end - p][48] by the narrowing instruction."""
-    widen = WIDEN[element]
-
-    @njit(inline="always")
-    def fill(base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
-        widen(u8p(base + data_bytes(element, p)), d, m, end - p, u32p(out))
-
-    return fill
-
-
-def _narrowed(element: int) -> Any:
-    """The same without it."""
-    pair = PAIR_OF[element]
-
-    @njit
-    def fill(base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
-        w = stack_f32(96)
-        for i in range(p, end):
-            pair(base, i, d, m, w)
-            o = u32p(out + (i - p) * 192)
-            for n in range(48):
-                low, high = np.uint32(f32_to_bf16(w[2 * n])), np.uint32(f32_to_bf16(w[2 * n + 1]))
-                o[n] = low | (high << np.uint32(16))
-
-    return fill
-
-
-def _as_f32(element: int) -> Any:
-    """float32 [2·(end - p)][48]; `rounded` to bf16 values."""
-    pair = PAIR_OF[element]
-
-    @njit
-    def fill(base: Any, p: Any, end: Any, d: Any, m: Any, rounded: Any, out: Any) -> None:
-        w = stack_f32(96)
-        for i in range(p, end):
-            pair(base, i, d, m, w)
-            o = f32p(out + (i - p) * 384)
-            for n in range(48):
-                o[n] = round_bf16(w[2 * n]) if rounded else w[2 * n]
-                o[48 + n] = round_bf16(w[2 * n + 1]) if rounded else w[2 * n + 1]
-
-    return fill
-
-
-_pairs_of_group, _f32_of_group = _by_element(_widened if HAS_BF16_DOT else _narrowed), _by_element(_as_f32)
+_pairs_of, _floats_of, _rounded_of = _by_element(PAIRS), _by_element(FLOATS), _by_element(ROUNDED)
 
 
 @njit(error_model="numpy")
@@ -128,7 +78,7 @@ def expand_some_pairs(
     while p < last:
         load_group(scale, zero, kind, panel, groups, g, d, m)
         end = min(last, g * pairs + pairs)
-        _pairs_of_group(element, base, p, end, d, m, True, out + (p - first) * 192)
+        _pairs_of(element, base, p, end, d, m, out + (p - first) * 192)
         p, g = end, g + 1
 
 
@@ -159,7 +109,10 @@ def expand_some_f32(
     while p < last:
         load_group(scale, zero, kind, panel, groups, g, d, m)
         end = min(last, g * pairs + pairs)
-        _f32_of_group(element, base, p, end, d, m, rounded, out + (p - first) * 384)
+        if rounded:
+            _rounded_of(element, base, p, end, d, m, out + (p - first) * 384)
+        else:
+            _floats_of(element, base, p, end, d, m, out + (p - first) * 384)
         p, g = end, g + 1
 
 

@@ -1,4 +1,4 @@
-"""Integers with a scale per group as packed matrices, the slow way that readers of files are tested against."""
+"""Integers with a scale per group, as the reference quantizes and unpacks them, as packed matrices."""
 
 from __future__ import annotations
 
