@@ -120,17 +120,23 @@ def finish_qkv(args: Any) -> None:
 def softmax_row(s: Any, first: Any, n: Any, padded: Any, scale: Any, floor: Any) -> Any:
     """In place: s[first:n] → exp(scale·s − max), the rest of s[0:padded] → 0. Returns (max of scale·s and floor, sum of
     s)."""
-    top = floor
-    for j in range(first, n):
-        s[j] = s[j] * scale
-        top = max(top, s[j])
     lanes = stack_f32(16)
-    for j in range(16):
-        lanes[j] = _ZERO
     for j in range(first):
         s[j] = LOWEST
     for j in range(n, padded):
         s[j] = LOWEST
+    for j in range(16):
+        lanes[j] = floor
+    for i in range(0, padded, 16):
+        for j in range(16):
+            scaled = s[i + j] * scale
+            s[i + j] = scaled
+            lanes[j] = max(lanes[j], scaled)
+    top = lanes[0]
+    for j in range(1, 16):
+        top = max(top, lanes[j])
+    for j in range(16):
+        lanes[j] = _ZERO
     for i in range(0, padded, 16):
         for j in range(16):
             e = exp_f32(s[i + j] - top)
