@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.quant.amx_tile import AMX_ROWS, amx_pairs
+from tithe.quant.amx_tile import AMX_ROWS, amx_high, amx_low
 from tithe.quant.codes import round_bf16
 from tithe.quant.runtime import HAS_AMX, HAS_AVX512, address_of, f32_to_bf16, f32p, fma, stack_f32, u16p, u32p
 from tithe.quant.tile import PANEL, make_tile
@@ -51,18 +51,14 @@ def _make_block(height: int, dot: bool) -> Any:
 
 
 def _make_amx_block() -> Any:
-    """The same by matrix registers, which hold 16 rows and take 16 k-pairs at a time; an odd rest is filled by 0."""
+    """The same by matrix registers, of 16 rows by 16 k-pairs; a rest of pairs is filled up by 0."""
 
     @njit
-    def block(x: Any, ldx: Any, count: Any, panel: Any, steps: Any, out: Any, ldo: Any, add: Any, factor: Any) -> None:
-        answer = stack_f32(768)
+    def low(x: Any, ldx: Any, count: Any, panel: Any, steps: Any, out: Any, ldo: Any) -> None:
         some_x, some_w = stack_f32(256), stack_f32(768)
-        target, ldt = out, ldo
-        if add:
-            target, ldt = address_of(answer), 48
         whole = steps // 16
         spare = steps - whole * 16
-        amx_pairs(x, ldx, count, panel, whole, target, ldt, 0)
+        amx_low(x, ldx, count, panel, whole, out, ldo, 0)
         if spare > 0:
             of_x, of_w = u32p(address_of(some_x)), u32p(address_of(some_w))
             for r in range(count):
@@ -72,7 +68,19 @@ def _make_amx_block() -> Any:
             source = u32p(panel + whole * 3072)
             for i in range(768):
                 of_w[i] = source[i] if i < spare * 48 else np.uint32(0)
-            amx_pairs(address_of(some_x), 16, count, address_of(some_w), 1, target, ldt, 1)
+            amx_low(address_of(some_x), 16, count, address_of(some_w), 1, out, ldo, 1)
+
+    @njit
+    def block(x: Any, ldx: Any, count: Any, panel: Any, steps: Any, out: Any, ldo: Any, add: Any, factor: Any) -> None:
+        answer = stack_f32(TILE_FLOATS)
+        target, ldt = out, ldo
+        if add:
+            target, ldt = address_of(answer), 48
+        if count == AMX_ROWS and steps >= 16 and steps % 16 == 0:
+            amx_high(x, ldx, panel, steps // 16, target, ldt)
+        else:
+            for r in range(0, count, 16):
+                low(x + r * ldx * 4, ldx, min(16, count - r), panel, steps, target + r * ldt * 4, ldt)
         if add:
             for r in range(count):
                 o = f32p(out + r * ldo * 4)
