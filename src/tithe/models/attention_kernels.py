@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.models.kernels import norm_in_place, tree_sum
+from tithe.models.kernels import add_into, norm_into, tree_sum
 from tithe.models.vector_tile import score_block, value_block
 from tithe.quant.runtime import (
     as_float,
@@ -73,13 +73,14 @@ def _prepare_row(row: Any, heads: Any, kv_heads: Any, dim: Any, norms: Any, angl
     q_norm, k_norm, whole, eps = norms
     cos, sin, half = angles
     if whole and q_norm != 0:
-        norm_in_place(f32p(row), f32p(q_norm), heads * dim, eps)
-        norm_in_place(f32p(row + heads * dim * 4), f32p(k_norm), kv_heads * dim, eps)
+        norm_into(f32p(row), f32p(q_norm), heads * dim, eps, f32p(row))
+        keys = f32p(row + heads * dim * 4)
+        norm_into(keys, f32p(k_norm), kv_heads * dim, eps, keys)
     for h in range(heads + kv_heads):
         head = f32p(row + h * dim * 4)
         norm = q_norm if h < heads else k_norm
         if norm != 0 and not whole:
-            norm_in_place(head, f32p(norm), dim, eps)
+            norm_into(head, f32p(norm), dim, eps, head)
         rotate(head, cos, sin, half)
 
 
@@ -100,12 +101,9 @@ def finish_qkv(args: Any) -> None:
         if t >= args[1]:
             break
         for r in range(t * 16, min(t * 16 + 16, args[21])):
-            row = f32p(args[3] + r * ld * 4)
             p = np.int64(position[r])
             if bias != 0:
-                b = f32p(bias)
-                for i in range((heads + 2 * kv_heads) * dim):
-                    row[i] += b[i]
+                add_into(f32p(args[3] + r * ld * 4), f32p(bias), (heads + 2 * kv_heads) * dim)
             angles = (f32p(args[12] + p * half * 4), f32p(args[13] + p * half * 4), half)
             _prepare_row(args[3] + r * ld * 4, heads, kv_heads, dim, norms, angles)
             page = np.int64(table[np.int64(sequence[r]) * args[17] + p // 16])

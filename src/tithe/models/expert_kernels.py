@@ -2,7 +2,7 @@
 
 A pair is one row and one of its k experts. Pairs are sorted by expert, within an expert by row; a window is a range
 lo ≤ pair < hi of the sorted pairs, whose buffers begin at pair lo. Argument order is written above each kernel; a
-pointer is an integer address, a stride counts elements, operand modes are those of `tithe.quant.grouped_kernels`.
+pointer is an integer address, a stride counts elements, operand modes are those of `tithe.quant.rows_tile`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.models.kernels import dot_rows
+from tithe.models.kernels import add_into, dot_rows
 from tithe.quant.runtime import (
     as_float,
     bf16_to_f32,
     exp_f32,
-    f32_to_bf16,
     f32p,
     fma,
     i32p,
@@ -25,6 +24,8 @@ from tithe.quant.runtime import (
     kernel,
     next_slot,
     next_task,
+    operand,
+    put_row,
     u16p,
 )
 
@@ -92,23 +93,6 @@ def find_groups(args: Any) -> None:
     count[0] = found
 
 
-@njit
-def _put(row: Any, n: Any, target: Any, mode: Any) -> None:
-    """n float32 values as operands."""
-    if mode == 1:
-        t16 = u16p(target)
-        for i in range(n):
-            t16[i] = f32_to_bf16(row[i])
-    else:
-        t32 = f32p(target)
-        if mode == 2:
-            for i in range(n):
-                t32[i] = bf16_to_f32(f32_to_bf16(row[i]))
-        else:
-            for i in range(n):
-                t32[i] = row[i]
-
-
 # x [R, ld], ld, x is bf16, row of the window's pairs, n, W, out [n, W] operand, mode
 @kernel
 def gather_operands(args: Any) -> None:
@@ -122,7 +106,7 @@ def gather_operands(args: Any) -> None:
         for p in range(t * ROWS_PER_TASK, min((t + 1) * ROWS_PER_TASK, n)):
             target = args[9] + p * width * size
             if not is_bf16:
-                _put(f32p(args[3] + pair_row[p] * ld * 4), width, target, mode)
+                put_row(f32p(args[3] + pair_row[p] * ld * 4), width, target, mode)
                 continue
             x = u16p(args[3] + pair_row[p] * ld * 2)
             if mode == 1:
@@ -133,13 +117,6 @@ def gather_operands(args: Any) -> None:
                 o32 = f32p(target)
                 for i in range(width):
                     o32[i] = bf16_to_f32(x[i])
-
-
-@njit
-def _add_bias(row: Any, bias: Any, expert: Any, n: Any) -> None:
-    b = f32p(bias + expert * n * 4)
-    for i in range(n):
-        row[i] += b[i]
 
 
 @njit
@@ -168,9 +145,9 @@ def activate(args: Any) -> None:
         for p in range(t * ROWS_PER_TASK, min((t + 1) * ROWS_PER_TASK, n)):
             x = args[3] + p * width * 8
             if args[4] != 0:
-                _add_bias(f32p(x), args[4], np.int64(experts[p]), 2 * width)
+                add_into(f32p(x), f32p(args[4] + np.int64(experts[p]) * width * 8), 2 * width)
             _activate(f32p(x), f32p(x + up * 4), step, width, how, row)
-            _put(row, width, args[8] + p * width * size, mode)
+            put_row(row, width, args[8] + p * width * size, mode)
 
 
 @njit
@@ -207,21 +184,21 @@ def activate_backward(args: Any) -> None:
         for p in range(t * ROWS_PER_TASK, min((t + 1) * ROWS_PER_TASK, n)):
             x, d = args[3] + p * width * 8, f32p(args[9] + p * width * 4)
             if args[4] != 0:
-                _add_bias(f32p(x), args[4], np.int64(experts[p]), 2 * width)
+                add_into(f32p(x), f32p(args[4] + np.int64(experts[p]) * width * 8), 2 * width)
             gate, upper = f32p(x), f32p(x + up * 4)
             _activate(gate, upper, step, width, how, row)
             act = args[10] + p * width * size
-            _put(row, width, act, mode)
+            put_row(row, width, act, mode)
             d_weight = dot_rows(row, d, width)
             if args[19] != 0:
                 bias, dy = f32p(args[19] + np.int64(experts[p]) * hidden * 4), args[20] + p * hidden * size
                 for i in range(hidden):
-                    d_weight += bias[i] * (bf16_to_f32(u16p(dy)[i]) if mode == 1 else f32p(dy)[i])
+                    d_weight += bias[i] * operand(dy, i, mode == 1)
             f32p(args[18])[p] = d_weight
             for i in range(width):
                 d[i] *= weights[p]
             _activation_gradients(gate, upper, step, width, how, d, d_row, f32p(base + (width + up) * 4))
-            _put(d_row, 2 * width, args[11] + p * 2 * width * size, mode)
+            put_row(d_row, 2 * width, args[11] + p * 2 * width * size, mode)
 
 
 # y [n, H], bias [E, H] or 0, ids [R, k], position [R, k], weights [R, k] or 0 (all 1), k, lo, hi, out [R, ld], ld, H, R

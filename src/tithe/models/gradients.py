@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.models.kernels import dot_rows, operand, rms_scale
-from tithe.quant.runtime import as_float, exp_f32, f32p, kernel, next_slot, next_task, write_row
+from tithe.models.kernels import dot_rows, rms_scale
+from tithe.quant.runtime import as_float, exp_f32, f32p, kernel, next_slot, next_task, operand, write_row
 
 _ONE = np.float32(1.0)
 

@@ -14,7 +14,6 @@ from numba import njit
 
 from tithe.quant.runtime import (
     as_float,
-    bf16_to_f32,
     exp_f32,
     f32p,
     fma,
@@ -22,7 +21,6 @@ from tithe.quant.runtime import (
     next_slot,
     next_task,
     stack_f32,
-    u16p,
     write_row,
 )
 
@@ -61,11 +59,18 @@ def rms_scale(x: Any, n: Any, eps: Any) -> Any:
 
 
 @njit
-def norm_in_place(x: Any, weight: Any, n: Any, eps: Any) -> None:
-    """x = weight · x / rms(x)."""
+def norm_into(x: Any, weight: Any, n: Any, eps: Any, out: Any) -> None:
+    """out = weight · x / rms(x); out may be x."""
     scale = rms_scale(x, n, eps)
     for i in range(n):
-        x[i] = weight[i] * (x[i] * scale)
+        out[i] = weight[i] * (x[i] * scale)
+
+
+@njit
+def add_into(x: Any, bias: Any, n: Any) -> None:
+    """x += bias."""
+    for i in range(n):
+        x[i] += bias[i]
 
 
 # x [R, H], weight [H], out [R, H] operand, H, eps, out_bf16, scratch [threads, H], rows per task, R
@@ -81,9 +86,7 @@ def rms_norm(args: Any) -> None:
             break
         for r in range(t * args[10], min((t + 1) * args[10], args[11])):
             x = f32p(args[3] + r * width * 4)
-            scale = rms_scale(x, width, eps)
-            for i in range(width):
-                row[i] = weight[i] * (x[i] * scale)
+            norm_into(x, weight, width, eps, row)
             write_row(row, width, args[5] + r * width * size, args[8] != 0)
 
 
@@ -101,19 +104,8 @@ def swiglu(args: Any) -> None:
         for r in range(t * args[9], min((t + 1) * args[9], args[10])):
             gate, up = f32p(args[3] + r * width * 8), f32p(args[3] + (r * 2 + 1) * width * 4)
             if args[4] != 0:
-                bias = f32p(args[4])
-                for i in range(width):
-                    gate[i] += bias[i]
-                    up[i] += bias[width + i]
+                add_into(gate, f32p(args[4]), 2 * width)
             for i in range(width):
                 g = gate[i]
                 row[i] = g / (_ONE + exp_f32(-g)) * up[i]
             write_row(row, width, args[6] + r * width * (2 if out_bf16 else 4), out_bf16)
-
-
-@njit(inline="always")
-def operand(address: Any, i: Any, is_bf16: Any) -> Any:
-    """Element i of an operand array (bf16 or float32) as float32."""
-    if is_bf16:
-        return bf16_to_f32(u16p(address)[i])
-    return f32p(address)[i]

@@ -10,10 +10,9 @@ from numba import njit
 
 from tithe.models.attention_gradients import score_gradients, unrotate
 from tithe.models.gradients import norm_gradient
-from tithe.models.latent_kernels import put_row
 from tithe.models.page_tile import turn_page
 from tithe.models.vector_tile import score_block, value_block
-from tithe.quant.runtime import as_float, f32p, fma, i32p, kernel, next_slot, next_task
+from tithe.quant.runtime import as_float, f32p, fma, i32p, kernel, next_slot, next_task, put_row
 
 BLOCK = 128
 """Pairs of a row and a head that are computed at a time, unless one row has more heads."""

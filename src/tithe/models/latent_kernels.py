@@ -4,7 +4,7 @@ A page [page, L, 16, C + E] holds one row a position for all heads: the normed l
 wide). A head's query is taken through its part of kv_b_proj first (`tithe.models.latent`), so that it meets the latents
 themselves: scores are products of C + E numbers, and the answer is a mix of latents that another part of kv_b_proj
 makes a value of. Arrays by head are [heads, capacity, …] (`capacity` rows, of which R are used); conventions as in
-`tithe.models.kernels`. Operand modes are those of `tithe.quant.grouped_kernels`.
+`tithe.models.kernels`. Operand modes are those of `tithe.quant.rows_tile`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import numpy as np
 from numba import njit
 
 from tithe.models.attention_kernels import LOWEST, rotate, softmax_row
-from tithe.models.kernels import rms_scale
+from tithe.models.kernels import add_into, norm_into
 from tithe.models.page_tile import turn_page
 from tithe.models.vector_tile import score_block, value_block
 from tithe.quant.runtime import (
     as_float,
-    bf16_to_f32,
-    f32_to_bf16,
     f32p,
     fma,
     i32p,
@@ -30,6 +28,7 @@ from tithe.quant.runtime import (
     next_slot,
     next_task,
     prefetch,
+    put_row,
     stack_f32,
     u16p,
     write_row,
@@ -39,17 +38,6 @@ HEAD_CHUNK = 32
 """Heads that one task computes at most."""
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-
-
-@njit
-def put_row(source: Any, n: Any, target: Any, mode: Any) -> None:
-    """n float32 values as operands."""
-    if mode == 2:
-        t32 = f32p(target)
-        for i in range(n):
-            t32[i] = bf16_to_f32(f32_to_bf16(source[i]))
-    else:
-        write_row(source, n, target, mode == 1)
 
 
 @njit
@@ -65,19 +53,6 @@ def _rotate_into(x: Any, angles: Any, out: Any) -> None:
         for i in range(2 * half):
             out[i] = x[i]
         rotate(out, cos, sin, half)
-
-
-@njit
-def _norm_into(x: Any, weight: Any, n: Any, eps: Any, out: Any) -> None:
-    scale = rms_scale(x, n, eps)
-    for i in range(n):
-        out[i] = weight[i] * (x[i] * scale)
-
-
-@njit
-def _add(x: Any, bias: Any, n: Any) -> None:
-    for i in range(n):
-        x[i] += bias[i]
 
 
 # down [R, ld] float32 (the bias is added in place), ld, Q, C, E, bias [Q + C + E] or 0, norm of Q or 0, norm of C, eps,
@@ -102,13 +77,13 @@ def finish_latent(args: Any) -> None:
             x = args[3] + r * ld * 4
             p = np.int64(position[r])
             if args[8] != 0:
-                _add(f32p(x), f32p(args[8]), wide + latent + rope)
+                add_into(f32p(x), f32p(args[8]), wide + latent + rope)
             if args[9] != 0:
-                _norm_into(f32p(x), f32p(args[9]), wide, eps, row)
+                norm_into(f32p(x), f32p(args[9]), wide, eps, row)
                 write_row(row, wide, args[23] + r * wide * (2 if args[24] != 0 else 4), args[24] != 0)
             page = np.int64(table[np.int64(sequence[r]) * args[18] + p // 16])
             target = args[19] + (page * args[21] * 16 + p % 16) * (latent + rope) * size
-            _norm_into(f32p(x + wide * 4), f32p(args[10]), latent, eps, row)
+            norm_into(f32p(x + wide * 4), f32p(args[10]), latent, eps, row)
             write_row(row, latent, target, pages_bf16)
             angles = (f32p(args[12] + p * half * 4), f32p(args[13] + p * half * 4), half, args[14] != 0)
             _rotate_into(f32p(x + (wide + latent) * 4), angles, row)

@@ -18,7 +18,6 @@ from tithe.quant.grouped_kernels import columns_of
 from tithe.quant.rows_tile import TILE_FLOATS, dot_rows, fma_rows
 from tithe.quant.runtime import (
     as_float,
-    bf16_to_f32,
     f32_to_bf16,
     f32p,
     i32p,
@@ -26,6 +25,7 @@ from tithe.quant.runtime import (
     kernel,
     next_slot,
     next_task,
+    operand,
     stack_f32,
     u16p,
     u32p,
@@ -130,13 +130,6 @@ def grouped_transposed_fma(args: Any) -> None:
 # ---------------------------------------------------------------- sums over the rows of a group (weight gradients)
 
 
-@njit(inline="always")
-def _operand(address: Any, i: Any, mode: Any) -> Any:
-    if mode == 1:
-        return bf16_to_f32(u16p(address)[i])
-    return f32p(address)[i]
-
-
 # source [P, r] operand, ld, r, weights (float32 [P]) or 0, out [r, lda], lda, active, begin, end, start of a group's
 # columns (int64 [E]), mode of source and out
 @kernel
@@ -156,7 +149,7 @@ def turn_rows(args: Any) -> None:
                 value = np.float32(0.0)
                 if p < end[e]:
                     at = p * ld + i
-                    value = _operand(args[3], at, mode) * weight
+                    value = operand(args[3], at, mode == 1) * weight
                 if mode == 1:
                     u16p(args[7])[i * lda + column] = f32_to_bf16(value)
                 else:

@@ -354,6 +354,25 @@ def write_row(source: Any, n: Any, target: Any, as_bf16: Any) -> None:
             t32[i] = source[i]
 
 
+@njit
+def put_row(source: Any, n: Any, target: Any, mode: Any) -> None:
+    """The same by the output modes of `tithe.quant.rows_tile`."""
+    if mode == 2:
+        t32 = f32p(target)
+        for i in range(n):
+            t32[i] = bf16_to_f32(f32_to_bf16(source[i]))
+    else:
+        write_row(source, n, target, mode == 1)
+
+
+@njit(inline="always")
+def operand(address: Any, i: Any, is_bf16: Any) -> Any:
+    """Element i of an operand array (bf16 or float32) as float32."""
+    if is_bf16:
+        return bf16_to_f32(u16p(address)[i])
+    return f32p(address)[i]
+
+
 # ---------------------------------------------------------------- elementary functions with one answer everywhere
 
 _LOG2E = np.float32(math.log2(math.e))
