@@ -1,11 +1,38 @@
-"""Rewards of a group → advantages: centred on the group's mean, scaled or not, spread over tokens.
+"""Rewards of a group → advantages: what each token gets the credit for.
 
-`batch_advantages` makes what `TrainingBatch.advantages` holds from finished groups; `with_kl_penalty` puts a KL to the
-reference into them. Numpy in FP64 inside, no torch.
+One estimator, one small file, one literal registry (`ESTIMATORS`); `estimate` applies one to a batch and scales its
+outcome. `batch_advantages` is its everyday form: centred on the group's mean, spread over tokens. `with_kl_penalty`
+puts a KL to the reference into finished advantages. Numpy in FP64 inside, no torch.
 """
 
-from tithe.advantages.batch import batch_advantages
+from tithe.advantages.batch import (
+    ESTIMATOR_OF,
+    ESTIMATORS,
+    BatchAdvantages,
+    batch_advantages,
+    estimate,
+    samples_of,
+)
+from tithe.advantages.gae import gae_of
 from tithe.advantages.group import SCALES, group_advantages
 from tithe.advantages.kl_penalty import with_kl_penalty
+from tithe.advantages.overlong import soft_punishment
+from tithe.advantages.samples import AdvantageRule, Sample
+from tithe.advantages.whitening import whiten
 
-__all__ = ["SCALES", "batch_advantages", "group_advantages", "with_kl_penalty"]
+__all__ = [
+    "ESTIMATORS",
+    "ESTIMATOR_OF",
+    "SCALES",
+    "AdvantageRule",
+    "BatchAdvantages",
+    "Sample",
+    "batch_advantages",
+    "estimate",
+    "gae_of",
+    "group_advantages",
+    "samples_of",
+    "soft_punishment",
+    "whiten",
+    "with_kl_penalty",
+]

@@ -31,11 +31,13 @@ def _scale_std(centred_G: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 SCALES: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
+    "batch": _scale_none,
     "none": _scale_none,
     "std": _scale_std,
 }
-"""`rl.advantage_scale` → what is done to centred rewards. `std` is GRPO's (arXiv 2402.03300); `none` is Dr. GRPO's
-(arXiv 2503.20783), which shows that dividing favours prompts that are nearly always or nearly never solved."""
+"""`rl.advantage_scale` → what is done to a group's centred rewards. `std` is GRPO's (arXiv 2402.03300); `none` is
+Dr. GRPO's (arXiv 2503.20783), which shows that dividing favours prompts that are nearly always or nearly never solved;
+`batch` leaves them for `whiten`, which scales over the whole batch (REINFORCE++, arXiv 2501.03262, and PPO)."""
 
 
 def group_advantages(rewards: Sequence[float | None], scale: str, rejected: Collection[int] = ()) -> list[float | None]:

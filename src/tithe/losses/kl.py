@@ -9,7 +9,9 @@ log p = -2.0 and log p_ref = -1.2, k1 is -0.8 and k3 is 0.4255.
 | k2 | d²/2 | KL to second order | KL(π‖π_ref), exactly |
 | k3 | exp(-d) - 1 + d | KL, never negative | KL(π_ref‖π), which agrees to first order near π_ref |
 
-Trained tokens come from the policy that sampled, which is π up to the lag; no estimator is reweighted for it.
+Trained tokens come from the policy that sampled, which is π up to the lag. `kl_unbiased` weighs each estimate by the
+importance ratio r = π/π_old, gradient included (DeepSeek-V3.2, miles): r·k1 and r·k3 then have the value *and* the
+gradient of KL(π‖π_ref) on samples of π_old.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Shape legend: _N completion tokens of one micro-batch, packed end to end, _Q rol
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,16 +16,22 @@ from tithe.losses.aggregation import Aggregation, Denominators
 from tithe.losses.kl import KL_ESTIMATORS
 from tithe.losses.metrics import LossMetrics
 
+Level = Literal["token", "sequence", "geometric"]
+"""How log-ratios of a rollout become one: not at all, their sum (the ratio of whole rollouts), or their mean."""
+
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossInput:
     """One micro-batch, 1-D tensors of length N >= 1 on one device.
 
-    `logp` (with gradient) and `old_logp` are log-softmax(logits / T) of the same tokens under the policy in training
-    and under the one that sampled; `ref_logp` the same under the reference, or None. `mask` is True on trained tokens;
-    what the other tensors hold where it is False (even NaN) changes neither loss, gradient nor metrics. `seq_index`
-    names each token's rollout, 0..n_seqs-1; rollouts lie whole in one micro-batch. `entropy` is the policy's entropy
-    at each token in nats, with gradient when it earns a bonus, or None.
+    Four policies: `logp` (with gradient) is log-softmax(logits / T) of the tokens under the policy in training,
+    `old_logp` the same under the one that sampled, `prox_logp` the same under the weights with which the batch began
+    (None where no correction needs it: a batch of one step has `logp` without gradient there), `ref_logp` the same
+    under the reference, or None. `behaviour_logp` is `old_logp` renormalised over what top-p, top-k and min-p kept;
+    None where they cut nothing. `mask` is True on trained tokens; what the other tensors hold where it is False (even
+    NaN) changes neither loss, gradient nor metrics. `seq_index` names each token's rollout, 0..n_seqs-1; rollouts lie
+    whole in one micro-batch. `entropy` is the policy's entropy at each token in nats, with gradient when it earns a
+    bonus, or None.
 
     Two rollouts of three tokens and one, at ratio 1:
 
@@ -47,6 +54,8 @@ class PolicyLossInput:
     denominators: Denominators
     ref_logp: Tensor | None = None
     entropy: Tensor | None = None
+    prox_logp: Tensor | None = None
+    behaviour_logp: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.logp.shape
@@ -58,6 +67,8 @@ class PolicyLossInput:
             "seq_index": self.seq_index,
             "ref_logp": self.ref_logp,
             "entropy": self.entropy,
+            "prox_logp": self.prox_logp,
+            "behaviour_logp": self.behaviour_logp,
         }
         wrong = {name: tuple(x.shape) for name, x in given.items() if x is not None and x.shape != shape}
         if len(shape) != 1 or shape[0] == 0 or wrong:
@@ -65,13 +76,41 @@ class PolicyLossInput:
 
 
 @dataclass(frozen=True)
+class CorrectionSettings:
+    """Off-policy correction (`rl.correction…`): which, of what, within which bounds.
+
+    `name` is one of `CORRECTIONS`. `level` says what a weight belongs to. `high` caps a weight or, where weights are
+    rejected, is the largest one kept; None is no bound. `low` is the smallest one kept. `veto` rejects a rollout with
+    any token whose ratio is below it. For `opsm`, `high` is the mean drift in nats a token.
+    """
+
+    name: str = "none"
+    level: Level = "token"
+    low: float = 0.0
+    high: float | None = None
+    veto: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.low >= 0:
+            raise ConfigError(f"correction_low is at least 0, not {self.low}", "rl.correction_low")
+        if self.high is not None and not self.high > self.low:
+            raise ConfigError(
+                f"correction_high = {self.high} is not above correction_low = {self.low}", "rl.correction_high"
+            )
+        if self.veto is not None and not 0 < self.veto < 1:
+            raise ConfigError(f"correction_veto is in (0, 1), not {self.veto}", "rl.correction_veto")
+
+
+@dataclass(frozen=True)
 class LossSettings:
     """The numbers of the objective; the fields of `rl` with the same names. Raises `ConfigError` naming the key.
 
     `clip_range` ε_low and `clip_range_high` ε_high bound the importance ratio to [1 - ε_low, 1 + ε_high]; a high clip
-    of None equals the low one, and a low clip of None leaves the ratio unclipped on both sides. `kl_coef` weighs
-    `kl_estimator` against the reference in the loss (0 when the KL is in the reward). `entropy_coef` weighs an entropy
-    bonus. KL and entropy are aggregated like the policy loss.
+    of None equals the low one, and a low clip of None leaves the ratio unclipped on both sides. `dual_clip` c bounds
+    the loss of a token with A < 0 by -c·A. `kl_coef` weighs `kl_estimator` against the reference in the loss (0 when
+    the KL is in the reward), per token or for whole rollouts (`kl_level`); `kl_unbiased` weighs the estimate by the
+    importance ratio, gradient included. `entropy_coef` weighs an entropy bonus. KL and entropy are aggregated like the
+    policy loss, and no correction touches them.
     """
 
     aggregation: Aggregation
@@ -80,6 +119,10 @@ class LossSettings:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    dual_clip: float | None = None
+    kl_level: Literal["token", "sequence"] = "token"
+    kl_unbiased: bool = False
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
 
     def __post_init__(self) -> None:
         if self.clip_range is None and self.clip_range_high is not None:
@@ -88,6 +131,8 @@ class LossSettings:
             raise ConfigError(f"clip_range is in (0, 1], not {self.clip_range}", "rl.clip_range")
         if self.clip_range_high is not None and not self.clip_range_high > 0:
             raise ConfigError(f"clip_range_high is above 0, not {self.clip_range_high}", "rl.clip_range_high")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ConfigError(f"dual_clip is above 1, not {self.dual_clip}", "rl.dual_clip")
         if not self.kl_coef >= 0:
             raise ConfigError(f"kl_coef is at least 0, not {self.kl_coef}", "rl.kl_coef")
         if not self.entropy_coef >= 0:
@@ -115,4 +160,5 @@ class LossOutput:
 
 
 PolicyLoss = Callable[[PolicyLossInput, LossSettings], LossOutput]
-"""A named algorithm. Raises `ValueError` when a KL or entropy weight is set and its tensor is missing."""
+"""A named algorithm. Raises `ValueError` when a KL, an entropy weight or a correction is set and its tensor is
+missing."""
