@@ -26,10 +26,23 @@ IN_ONE_PIECE = {"src/tithe/models/vector_tile.py:_make", "src/tithe/quant/tile.p
 generators of LLVM code, whose closures share what is known when they are made. The tests' fakes may, too."""
 
 MAY_CATCH_EVERYTHING = {"src/tithe/errors.py", "src/tithe/metrics/sinks.py", "src/tithe/models/lane.py"}
-"""`errors.boundary`, the metric sinks, and the lane, which hands a job's exception to the future that waits for it.
+MAY_CATCH_EVERYTHING |= {"src/tithe/sandbox/inside/attempt.py"}
+"""`errors.boundary`, the metric sinks, the lane, which hands a job's exception to the future that waits for it, and the
+sandbox's own boundary, in processes that do not import the house.
 Anywhere else a broad `except` must end in `raise`: it cleans up or translates."""
 
-TORCH_FREE = ("errors", "types", "config", "arch", "advantages", "staleness", "metrics", "renderers", "rewards")
+TORCH_FREE = (
+    "errors",
+    "types",
+    "config",
+    "arch",
+    "advantages",
+    "staleness",
+    "metrics",
+    "renderers",
+    "rewards",
+    "sandbox",
+)
 TORCH_FREE += ("pool", "envs", "monitoring", "cli.main")
 HEAVY = ("torch", "transformers", "numba")
 

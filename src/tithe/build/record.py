@@ -15,7 +15,7 @@ import torch
 import tithe
 from tithe.build.session import Session
 from tithe.engines import CopiedEngine
-from tithe.quant import HAS_AMX, HAS_BF16_DOT, kernel_threads
+from tithe.quant import HAS_BF16_DOT, kernel_threads
 from tithe.utils.durable import write_text
 from tithe.utils.memory import pss_bytes
 
@@ -64,7 +64,6 @@ class RunRecord:
                 "cores": len(os.sched_getaffinity(0)),
                 "threads": kernel_threads(),
                 "bf16_dot": HAS_BF16_DOT,
-                "amx": HAS_AMX,
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },

@@ -1,0 +1,1 @@
+"""What runs inside the sandbox: standard library only, so that it starts in milliseconds and carries nothing secret."""

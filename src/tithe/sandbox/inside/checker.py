@@ -1,0 +1,112 @@
+"""Runs asserts against a program that lives in another process, and writes which held to a pipe that only this process
+has. The tests' text never reaches the program."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import types
+import unittest
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, Final
+
+from tithe.sandbox.inside import pytest_names
+from tithe.sandbox.inside.attempt import Attempt
+from tithe.sandbox.inside.pytest_names import UnsupportedError
+from tithe.sandbox.inside.remote import Peer
+from tithe.sandbox.inside.stand_ins import ProgramGone, ask, stand_in
+from tithe.sandbox.inside.wire import NotPlainError
+
+_NO_TEST: Final = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign)
+
+
+_UNUSABLE: Final = (UnsupportedError, NotPlainError)
+"""What says that the tests cannot be run here, whatever the program is."""
+
+
+class _Report:
+    """One line a test, then how many there were."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self.count = 0
+
+    def test(self, name: str, attempt: Attempt) -> None:
+        """What became of a test; what makes the tests themselves unusable goes on up."""
+        if isinstance(attempt.error, _UNUSABLE):
+            raise attempt.error
+        self.count += 1
+        detail = "" if attempt.error is None else attempt.text()
+        self.line(test=name, passed=attempt.error is None, detail=detail)
+
+    def line(self, **fields: Any) -> None:
+        """One object."""
+        print(json.dumps(fields), file=self._file, flush=True)
+
+
+def check(job: Mapping[str, Any], channel: int, results: int) -> None:
+    """Run the job's `tests` over the connection `channel`; what happened goes to `results`."""
+    with open(results, "w", encoding="ascii") as file:
+        report = _Report(file)
+        parsed = Attempt(ast.parse, job["tests"], "tests.py")
+        attempt = parsed if parsed.error is not None else Attempt(_check, job, parsed.value, channel, report)
+        if parsed.error is not None or isinstance(attempt.error, _UNUSABLE):
+            report.line(unusable=attempt.text())
+            return
+        if attempt.error is not None:  # a program that is gone, or does not speak as it should
+            report.test("program", attempt)
+        report.line(done=report.count)
+
+
+def _check(job: Mapping[str, Any], tree: ast.Module, channel: int, report: _Report) -> None:
+    peer = Peer(channel, {"call": lambda _, of, args, kwargs: of(*args, **kwargs)}, stand_in, callable)
+    defined: dict[str, Any] = ask(peer, "names")
+    _offer_modules(peer, job["module"], defined)
+    # A test that was told its function takes nothing else from the program.
+    entry = job.get("entry_point")
+    offered = {name: value for name, value in defined.items() if not entry or name == entry}
+    scope = {"__name__": "tests", **offered}
+    for number, statement in enumerate(tree.body, start=1):
+        _run_statement(statement, number, scope, report)
+    if entry and isinstance(function := scope.get("check"), types.FunctionType):
+        if entry not in defined:
+            raise ProgramGone(f"the program defines no {entry!r}")
+        report.test("check", Attempt(function, defined[entry]))
+    for name, function in list(scope.items()):
+        for case, call in _functions(name, function):
+            report.test(case, Attempt(call))
+    ask(peer, "names")  # a program that is gone by now has not passed, whatever the tests made of it
+
+
+def _run_statement(statement: ast.stmt, number: int, scope: dict[str, Any], report: _Report) -> None:
+    code = compile(ast.Module([statement], []), "tests.py", "exec", optimize=0)
+    attempt = Attempt(exec, code, scope)
+    if isinstance(statement, ast.Import | ast.ImportFrom) and isinstance(attempt.error, ModuleNotFoundError):
+        raise UnsupportedError(f"the tests import what is not here: {attempt.error}")
+    if attempt.error is not None or not isinstance(statement, _NO_TEST):
+        report.test(f"statement {number}", attempt)
+
+
+def _offer_modules(peer: Peer, name: str, defined: Mapping[str, Any]) -> None:
+    """Make the program importable under its name, and the few names of pytest."""
+    program = types.ModuleType(name)
+    program.__dict__.update(defined, __all__=sorted(defined))
+    program.__dict__["__getattr__"] = lambda attribute: ask(peer, "global", name=attribute)
+    sys.modules[name] = program
+    sys.modules["pytest"] = pytest_names.module()
+
+
+def _functions(name: str, value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The calls that pytest would collect from one global of the tests."""
+    if isinstance(value, types.FunctionType) and name.startswith("test"):
+        for number, row in enumerate(getattr(value, "rows", [{}])):
+            yield f"{name}[{number}]" if row else name, lambda row=row: value(**row)
+    elif isinstance(value, type) and issubclass(value, unittest.TestCase):
+        for method in unittest.defaultTestLoader.getTestCaseNames(value):
+            yield f"{name}.{method}", lambda method=method: value(method).debug()
+    elif isinstance(value, type) and name.startswith("Test"):
+        for method in [m for m in vars(value) if m.startswith("test")]:
+            function = vars(value)[method]
+            for row in getattr(function, "rows", [{}]):
+                yield f"{name}.{method}", lambda method=method, row=row: getattr(value(), method)(**row)
