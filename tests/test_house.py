@@ -31,19 +31,8 @@ MAY_CATCH_EVERYTHING |= {"src/tithe/sandbox/inside/attempt.py"}
 sandbox's own boundary, in processes that do not import the house.
 Anywhere else a broad `except` must end in `raise`: it cleans up or translates."""
 
-TORCH_FREE = (
-    "errors",
-    "types",
-    "config",
-    "arch",
-    "advantages",
-    "staleness",
-    "metrics",
-    "renderers",
-    "rewards",
-    "sandbox",
-)
-TORCH_FREE += ("pool", "envs", "monitoring", "cli.main")
+TORCH_FREE = ("errors", "types", "config", "arch", "advantages", "staleness", "metrics", "renderers", "rewards")
+TORCH_FREE += ("sandbox", "pool", "envs", "simulator", "monitoring", "cli.main")
 HEAVY = ("torch", "transformers", "numba")
 
 

@@ -1,0 +1,147 @@
+"""The pool in memory: the states and moves of `tithe.pool`, without its disk.
+
+    admit ─▶ RUNNING ─▶ READY ─▶ LEASED ─▶ TRAINED      reject, drop ─▶ DROPPED
+
+It outlives the process that is simulated: a crash gives up what runs, and a restart rewinds to the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from tithe.errors import PoolError
+from tithe.pool.states import COMMIT, DROP, LEASE, REJECT, REQUEUE, TRAIN, GroupState, Move
+from tithe.simulator.shapes import Shape
+
+
+@dataclass(eq=False)
+class Group:
+    """A row of the pool. `usable` rollouts are trained; `rows` is what a training pass computes of them."""
+
+    group_id: int
+    shape: Shape
+    admitted_serial: int
+    admitted_s: float
+    state: GroupState = GroupState.RUNNING
+    min_serial: int = 0
+    usable: int = 0
+    rows: int = 0
+    tokens: int = 0
+    batch_serial: int | None = None
+    batch_position: int = 0
+
+    @property
+    def place(self) -> tuple[bool, int, int, int]:
+        """Its place in the queue: what is trained again first, in its old batches; then by admission."""
+        again = self.batch_serial
+        return (again is None, again or 0, self.batch_position, self.group_id)
+
+
+class GroupPool:
+    """Every group is somewhere, and leaves exactly once."""
+
+    def __init__(self) -> None:
+        self.serial = 0
+        self.groups: dict[int, Group] = {}
+        self.left: Counter[str] = Counter()
+        self._given_up: deque[int] = deque()
+        self._next_id = 0
+        self._counts: Counter[GroupState] = Counter()
+        self._ready: dict[int, Group] = {}
+
+    @property
+    def running(self) -> int:
+        """Groups admitted and not finished."""
+        return self._counts[GroupState.RUNNING]
+
+    @property
+    def waiting(self) -> int:
+        """Groups that are READY."""
+        return self._counts[GroupState.READY]
+
+    @property
+    def leased(self) -> int:
+        """Groups in the batch that is trained."""
+        return self._counts[GroupState.LEASED]
+
+    def next_id(self) -> int:
+        """The id of the group that is admitted next: one that was given up, else a new one."""
+        return self._given_up[0] if self._given_up else self._next_id
+
+    def admit(self, shape: Shape, serial: int, now_s: float) -> Group:
+        """RUNNING, under `next_id`."""
+        if self._given_up:
+            group_id = self._given_up.popleft()
+        else:
+            group_id = self._next_id
+            self._next_id += 1
+        group = self.groups[group_id] = Group(group_id, shape, serial, now_s)
+        self._counts[GroupState.RUNNING] += 1
+        return group
+
+    def commit(self, group: Group) -> None:
+        """RUNNING → READY."""
+        self._move(group, COMMIT)
+
+    def reject(self, group: Group) -> None:
+        """RUNNING → DROPPED: nothing of it can be used."""
+        self._move(group, REJECT)
+        self.left["failed"] += 1
+
+    def drop_stale(self, group: Group) -> None:
+        """READY → DROPPED: too old."""
+        self._move(group, DROP)
+        group.batch_serial = None
+        self.left["stale"] += 1
+
+    def ready(self) -> list[Group]:
+        """READY groups in their order."""
+        return sorted(self._ready.values(), key=lambda group: group.place)
+
+    def lease(self, groups: list[Group]) -> None:
+        """READY → LEASED."""
+        for group in groups:
+            self._move(group, LEASE)
+
+    def mark_trained(self, groups: list[Group]) -> None:
+        """LEASED → TRAINED; the serial rises with it."""
+        self.serial += 1
+        for position, group in enumerate(groups):
+            self._move(group, TRAIN)
+            group.batch_serial, group.batch_position = self.serial, position
+        self.left["trained"] += len(groups)
+
+    def crash(self, checkpoint_serial: int) -> tuple[int, int]:
+        """The process has died and is back: what ran is made again under the same ids, leased groups are READY, and
+        those trained after the checkpoint are READY in their old batches. Returns how many were given up and replayed.
+        """
+        given_up = [group for group in self.groups.values() if group.state is GroupState.RUNNING]
+        for group in given_up:
+            del self.groups[group.group_id]
+            self._counts[GroupState.RUNNING] -= 1
+        self._given_up.extendleft(sorted((group.group_id for group in given_up), reverse=True))
+        replayed = 0
+        for group in self.groups.values():
+            if group.state is GroupState.LEASED:
+                self._move(group, REQUEUE)
+            elif group.state is GroupState.TRAINED and (group.batch_serial or 0) > checkpoint_serial:
+                group.state = GroupState.READY
+                self._counts[GroupState.TRAINED] -= 1
+                self._counts[GroupState.READY] += 1
+                self._ready[group.group_id] = group
+                replayed += 1
+        self.left["trained"] -= replayed
+        self.serial = checkpoint_serial
+        return len(given_up), replayed
+
+    def _move(self, group: Group, move: Move) -> None:
+        if group.state not in move.sources:
+            raise PoolError(f"group {group.group_id} is {group.state} and cannot be {move.name}")
+        self._counts[group.state] -= 1
+        self._counts[move.target] += 1
+        if group.state is GroupState.READY:
+            del self._ready[group.group_id]
+        if move.target is GroupState.READY:
+            self._ready[group.group_id] = group
+        group.state = move.target

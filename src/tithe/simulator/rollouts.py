@@ -1,0 +1,171 @@
+"""The loop that fills the pool (`orchestration.rollout_loop`), with the real admission rule.
+
+consumes      groups by number; the served version
+produces      READY groups, and rejected ones of which nothing can be used
+waits for     room (`may_start_group`, `buffer`, `max_running`); engine, tools and reward workers of groups that run
+unblocked by  a version confirmed, a batch leased, groups dropped, a rollout that ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import simpy
+
+from tithe.errors import RunError
+from tithe.simulator.engine import Request
+from tithe.simulator.groups import Group, GroupPool
+from tithe.simulator.lane import Lane, Process
+from tithe.simulator.ledger import Ledger
+from tithe.simulator.scenario import Sample, Scenario
+from tithe.simulator.serving import LiveVersions
+from tithe.simulator.shapes import draw_shape
+from tithe.simulator.signals import Signal
+from tithe.staleness import may_start_group
+
+
+@dataclass(eq=False)
+class _Ending:
+    """How a rollout ended."""
+
+    first_serial: int
+    tokens: int
+    usable: bool
+
+
+class RolloutLoop:
+    """Begins by itself. `room` wakes it, `done` is fired when a group was committed or rejected."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        scenario: Scenario,
+        *,
+        pool: GroupPool,
+        lanes: Sequence[Lane],
+        versions: LiveVersions,
+        ledger: Ledger,
+        room: Signal,
+        done: Signal,
+    ) -> None:
+        self._env, self._scenario, self._pool, self._lanes = env, scenario, pool, lanes
+        self._versions, self._ledger, self._room, self._done = versions, ledger, room, done
+        self._unfinished = 0
+        self._failed_in_a_row = 0
+        workers = scenario.reward_workers
+        self._workers = None if workers is None else simpy.Resource(env, workers)
+        self._processor = simpy.Resource(env, 1)  # the loop's own thread, which commits
+        env.process(self._admit())
+
+    def _admit(self) -> Process:
+        while True:
+            while (reason := self._held_back_by()) is None:
+                self._env.process(self._play_group())
+                yield self._env.timeout(0)  # the group submits its requests before the next one is admitted
+            began_s = self._env.now
+            yield self._room.wait()
+            self._ledger.seconds[f"held_back_by_{reason}"] += self._env.now - began_s
+
+    def _held_back_by(self) -> str | None:
+        """What keeps the next group from starting; None when it may."""
+        scenario, bounds, served = self._scenario, self._scenario.bounds, self._versions.served
+        size = bounds.group_size
+        if served is None:
+            return "first_version"
+        most = scenario.max_running * scenario.layout.rollout_copies
+        if self._unfinished and self._unfinished + size > most:
+            return "max_running"
+        pool = self._pool
+        running = pool.running * size
+        if running + pool.waiting * size + size > scenario.buffer:
+            return "buffer"
+        accepted = pool.serial * bounds.batch_rollouts + (pool.waiting + pool.leased) * size
+        may = may_start_group(bounds, accepted=accepted, running=running, served_serial=served)
+        return None if may else "staleness"
+
+    def _play_group(self) -> Process:
+        scenario, pool = self._scenario, self._pool
+        version = self._versions.acquire()
+        binds = scenario.on_publish == "finish"
+        if not binds:
+            self._versions.release(version)
+        group = pool.admit(draw_shape(scenario, pool.next_id()), version, self._env.now)
+        self._ledger.counts["admitted"] += 1
+        self._unfinished += scenario.bounds.group_size
+        ends: list[_Ending] = []
+        plays = [
+            self._env.process(self._play(group, number, sample, version if binds else None, ends))
+            for number, sample in enumerate(group.shape.samples)
+        ]
+        yield self._env.all_of(plays)
+        if binds:
+            self._versions.release(version)
+        for lane in self._lanes:
+            if lane.engine is not None:
+                lane.engine.forget(group.group_id)
+        if scenario.commit_s:
+            with self._processor.request() as turn:
+                yield turn
+                yield self._env.timeout(scenario.commit_s)
+        self._settle(group, ends)
+
+    def _settle(self, group: Group, ends: list[_Ending]) -> None:
+        usable = [end for end in ends if end.usable]
+        group.min_serial = min((end.first_serial for end in ends if end.tokens), default=group.admitted_serial)
+        group.usable = len(usable)
+        group.tokens = sum(end.tokens for end in ends)
+        self._ledger.counts["failed_rollouts"] += len(ends) - len(usable)
+        if usable:
+            crashed = sum(sample.rows for sample in group.shape.samples) * (1 - len(usable) / len(ends))
+            group.rows = group.shape.prompt_tokens + sum(s.rows for s in group.shape.samples) - round(crashed)
+            self._failed_in_a_row = 0
+            self._pool.commit(group)
+        else:
+            self._failed_in_a_row += 1
+            self._pool.reject(group)
+            if self._failed_in_a_row >= self._scenario.failed_batches * self._scenario.bounds.groups_per_batch:
+                raise RunError(f"{self._failed_in_a_row} groups in a row failed as a whole")
+        self._room.fire()
+        self._done.fire()
+
+    def _play(self, group: Group, number: int, sample: Sample, version: int | None, ends: list[_Ending]) -> Process:
+        """One rollout: its turns, then its reward."""
+        context, tokens, first, usable = group.shape.prompt_tokens, 0, -1, not sample.crashes
+        for at, turn in enumerate(sample.turns):
+            lane = min(self._lanes, key=lambda lane: lane.engine.load if lane.engine else 0)
+            engine = lane.engine
+            assert engine is not None, "rollout lanes have an engine"
+            request = Request(group.group_id, number, at, context, turn.new_tokens, version, self._env.event())
+            if engine.submit(request):
+                lane.wake()
+            yield request.done
+            tokens += turn.new_tokens
+            first = request.first_serial if first < 0 else first
+            context += turn.new_tokens + turn.tool_tokens
+            if not usable:
+                break
+            if turn.tool_s:
+                self._ledger.seconds["tools"] += turn.tool_s
+                yield self._env.timeout(turn.tool_s)
+        if usable:
+            usable = yield from self._judge(sample.reward_s)
+        ends.append(_Ending(first, tokens, usable))
+        self._unfinished -= 1
+        self._room.fire()
+
+    def _judge(self, seconds: float) -> Generator[simpy.Event, object, bool]:
+        """Wait for a worker and its verdict; False when it takes too long and is killed."""
+        limit_s = self._scenario.reward_timeout_s
+        in_time = limit_s is None or seconds <= limit_s
+        spent_s = seconds if limit_s is None else min(seconds, limit_s)
+        self._ledger.seconds["reward_work"] += spent_s
+        if self._workers is None:
+            yield self._env.timeout(spent_s)
+            return in_time
+        queued_s = self._env.now
+        with self._workers.request() as worker:
+            yield worker
+            self._ledger.seconds["reward_queue"] += self._env.now - queued_s
+            yield self._env.timeout(spent_s)
+        return in_time

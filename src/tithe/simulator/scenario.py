@@ -1,0 +1,164 @@
+"""What is simulated: the run's settings, its machines, what its rollouts are like, and what fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tithe.errors import ConfigError
+from tithe.simulator.costs import WorkCosts
+from tithe.simulator.draws import Distribution, Fixed
+from tithe.staleness import Bounds
+
+OnPublish = Literal["finish", "recompute", "keep"]
+
+_NONE, _ONE, _SHORT = Fixed(0.0), Fixed(1.0), Fixed(64.0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where work is done.
+
+    `shared`: one base, one lane; sampling, training and publishing take turns, and overlap fills waiting but adds no
+    arithmetic. `separate`: `rollout_copies` engines with a lane each, and one trainer lane over `train_copies` copies
+    that split each batch.
+
+    >>> Layout("separate", rollout_copies=3, train_copies=1).name
+    'separate 3 rollout + 1 train'
+    """
+
+    kind: Literal["shared", "separate"] = "shared"
+    rollout_copies: int = 1
+    train_copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rollout_copies < 1 or self.train_copies < 1:
+            raise ConfigError(
+                f"a layout needs a copy on each side; given are {self.rollout_copies}:{self.train_copies}"
+            )
+        if self.kind == "shared" and (self.rollout_copies, self.train_copies) != (1, 1):
+            raise ConfigError("a shared base is one copy: choose the layout `separate` to split GPUs")
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        if self.kind == "shared":
+            return "shared base"
+        return f"separate {self.rollout_copies} rollout + {self.train_copies} train"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a rollout: `new_tokens` drawn, then `tool_s` of waiting, whose answer adds `tool_tokens` to the
+    next request's prompt."""
+
+    new_tokens: int
+    tool_s: float = 0.0
+    tool_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What happens in one rollout. `reward_s` is a worker's time; one that `crashes` is lost after its first turn.
+
+    >>> Sample((Turn(3), Turn(4)), reward_s=0.5).new_tokens
+    7
+    """
+
+    turns: tuple[Turn, ...]
+    reward_s: float = 0.0
+    crashes: bool = False
+
+    @property
+    def new_tokens(self) -> int:
+        """Drawn over all turns."""
+        return sum(turn.new_tokens for turn in self.turns)
+
+    @property
+    def rows(self) -> int:
+        """Tokens behind the prompt that a training pass computes."""
+        return sum(turn.new_tokens for turn in self.turns) + sum(turn.tool_tokens for turn in self.turns[:-1])
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What goes wrong. `rollout_rate` of rollouts crash by themselves; the whole process dies every `crash_mean_s`
+    seconds on average (None: never), is back after `restart_s`, and goes on from its last checkpoint.
+    """
+
+    rollout_rate: float = 0.0
+    crash_mean_s: float | None = None
+    restart_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A group as a run left it: prompt tokens, and each rollout's new tokens."""
+
+    prompt_tokens: int
+    new_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What rollouts are like; every field is a distribution over rollouts (`prompt_tokens`: over groups).
+
+    With `measured`, prompts and lengths are those of one measured group, drawn whole: samples of one prompt resemble
+    each other. `turns` requests make a rollout; `new_tokens` is per request.
+    """
+
+    prompt_tokens: Distribution = _SHORT
+    new_tokens: Distribution = _SHORT
+    turns: Distribution = _ONE
+    tool_s: Distribution = _NONE
+    tool_tokens: Distribution = _NONE
+    reward_s: Distribution = _NONE
+    measured: tuple[Measured, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One simulation. Sizes as in the configuration: `max_running` (`engine.max_running`) and `prefill_tokens` are per
+    engine, `buffer` and `bounds` count rollouts; `reward_workers` None judges without queueing.
+
+    `commit_s` is what the rollout loop does on the processor for each group (durable commit), `lease_s` the train loop
+    for each batch, `checkpoint_s` for each checkpoint.
+    """
+
+    bounds: Bounds
+    costs: WorkCosts
+    workload: Workload = field(default_factory=Workload)
+    layout: Layout = field(default_factory=Layout)
+    failures: Failures = field(default_factory=Failures)
+    on_publish: OnPublish = "finish"
+    buffer: int = 2**31
+    max_running: int = 64
+    prefill_tokens: int = 512
+    micro_batch_tokens: int = 640
+    max_live_versions: int = 4
+    reward_workers: int | None = None
+    reward_timeout_s: float | None = None
+    failed_batches: int = 3
+    checkpoint_every: int = 10
+    checkpoint_s: float = 0.0
+    lease_s: float = 0.0
+    commit_s: float = 0.0
+    steps: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bounds = self.bounds
+        if self.buffer < bounds.batch_rollouts:
+            raise ConfigError(
+                f"rl.rollout_buffer_size = {self.buffer} never holds one batch of {bounds.batch_rollouts} rollouts",
+                "rl.rollout_buffer_size",
+            )
+        if self.max_running < 1 or self.prefill_tokens < 1 or self.micro_batch_tokens < 1 or self.steps < 1:
+            raise ConfigError("in-flight sequences, prefill tokens, micro-batch tokens and steps must be at least 1")
+
+    @property
+    def mode(self) -> str:
+        """`sync`, `one-step-off` or `async`, by the bounds; with `partial` when rollouts cross publications."""
+        lag = max(self.bounds.max_lag, self.bounds.max_age)
+        name = "sync" if lag == 0 else "one-step-off" if lag == 1 else "async"
+        return name if self.on_publish == "finish" else f"{name}, partial rollouts ({self.on_publish})"

@@ -1,0 +1,63 @@
+"""What one group will be like, decided by its number alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tithe.simulator.draws import uniform
+from tithe.simulator.scenario import Sample, Scenario, Turn, Workload
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A group's prompt and its rollouts.
+
+    >>> Shape(8, (Sample((Turn(3),)), Sample((Turn(5),)))).new_tokens
+    8
+    """
+
+    prompt_tokens: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def new_tokens(self) -> int:
+        """Drawn in all rollouts."""
+        return sum(sample.new_tokens for sample in self.samples)
+
+
+def draw_shape(scenario: Scenario, group_id: int) -> Shape:
+    """The shape of a group. The same number gives the same shape under every setting with the same seed."""
+    work, seed = scenario.workload, scenario.seed
+    measured = work.measured
+    if measured:
+        row = measured[int(uniform(seed, "group", group_id) * len(measured))]
+        lengths = tuple(row.new_tokens[i % len(row.new_tokens)] for i in range(scenario.bounds.group_size))
+        prompt = row.prompt_tokens
+    else:
+        lengths = ()
+        prompt = max(1, round(work.prompt_tokens.quantile(uniform(seed, "prompt", group_id))))
+    samples = tuple(
+        _draw_sample(work, scenario, group_id, i, lengths[i] if lengths else None)
+        for i in range(scenario.bounds.group_size)
+    )
+    return Shape(prompt, samples)
+
+
+def _draw_sample(work: Workload, scenario: Scenario, group_id: int, sample: int, length: int | None) -> Sample:
+    seed, address = scenario.seed, (group_id, sample)
+    n_turns = max(1, round(work.turns.quantile(uniform(seed, "turns", *address))))
+    turns: list[Turn] = []
+    for number in range(n_turns):
+        new = length
+        if new is None:
+            new = round(work.new_tokens.quantile(uniform(seed, "length", *address, number)))
+        elif n_turns > 1:  # a measured rollout's tokens, spread over the turns
+            new = length * (number + 1) // n_turns - length * number // n_turns if length else 0
+        last = number == n_turns - 1
+        wait_s = 0.0 if last else work.tool_s.quantile(uniform(seed, "tool", *address, number))
+        answer = 0 if last else round(work.tool_tokens.quantile(uniform(seed, "answer", *address, number)))
+        turns.append(Turn(max(1, new), wait_s, answer))
+    reward_s = work.reward_s.quantile(uniform(seed, "reward", *address))
+    rate = scenario.failures.rollout_rate
+    crashes = rate > 0 and uniform(seed, "crash", *address) < rate
+    return Sample(tuple(turns), reward_s, crashes)
