@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tithe.build.hooks import Evaluator, Saver, make_publisher, train_hooks
 from tithe.build.record import RunRecord
 from tithe.build.session import Session
 from tithe.config import RunConfig
-from tithe.metrics import FanOut, JsonlSink, TensorBoardSink, read_rows
+from tithe.metrics import FanOut, JsonlSink, RowKind, TensorBoardSink, read_rows, row_kind
 from tithe.monitoring import AlarmRules, Alarms, ProgressView
 from tithe.orchestration import (
     Learner,
@@ -33,6 +33,8 @@ from tithe.types import MetricSink
 from tithe.weight_sync import DirectoryChannel
 
 METRICS_FILE = "metrics.jsonl"
+ENGINE_WORK = ("decode_s", "generated_tok", "prefill_s", "prefill_tok")
+"""Counters of the engine that go into the metrics, batch by batch."""
 
 
 def train_and_roll(
@@ -55,7 +57,7 @@ def train_and_roll(
     )
     evaluator = Evaluator(session, run_dir, control) if evaluating else None
     with _sinks(cfg, run_dir, pool.serial) as fan:
-        sink = _Observed(fan, record)
+        sink = _Observed(fan, record, session.engine.stats)
         publisher = make_publisher(session, channel, sink)
         train_loop = TrainLoop(
             pool=pool,
@@ -116,13 +118,25 @@ def _train_plan(cfg: RunConfig, *, evaluating: bool) -> TrainPlan:
 
 
 class _Observed:
-    """Passes rows on and looks at the process's memory at each."""
+    """Passes rows on, adds the engine's work of a batch to its row of the rollout side, and looks at the process's
+    memory at each. The work of an evaluation goes into no row.
+    """
 
-    def __init__(self, sink: MetricSink, record: RunRecord) -> None:
-        self._sink, self._record = sink, record
+    def __init__(self, sink: MetricSink, record: RunRecord, work: Callable[[], Mapping[str, float]]) -> None:
+        self._sink, self._record, self._work = sink, record, work
+        self._before = self._counted()
+
+    def _counted(self) -> dict[str, float]:
+        found = self._work()
+        return {name: found[name] for name in ENGINE_WORK if name in found}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._record.observe()
+        is_evaluation = row_kind(values) is RowKind.EVAL
+        if is_evaluation or "tok_per_s" in values:
+            before, self._before = self._before, self._counted()
+            if not is_evaluation:
+                values = {**values, **{name: now - before.get(name, 0.0) for name, now in self._before.items()}}
         self._sink.write(step, values)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@
     report    build.report(run_dir)                        Path
     inspect   arch.inspect(target, base, n_ranks)          text, text, int; free of torch
     capacity  build.capacity(cfg, run_dir, ranks, …)       RunConfig, Path, list of int, --steps, --full-lr (or None)
+    simulate  simulator.simulate_target(target, …)         text, list of texts, Options; free of torch
     demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
 
 Each returns a `dict[str, object]` of JSON's types, paths and numpy scalars. `"text"` in it, when present, is what
@@ -146,6 +147,31 @@ def capacity(args: argparse.Namespace) -> Result:
     return build_capacity(cfg, Path(cfg.run.dir), ranks, args.steps, args.full_lr)
 
 
+def simulate(args: argparse.Namespace) -> Result:
+    """`tithe simulate RUN_DIR|RUN.yaml --sweep lag=0,1,4 … key=value …`."""
+    from tithe.simulator import DISTRIBUTIONS, Options, simulate_target
+
+    options = Options(
+        steps=args.steps,
+        seed=args.seed,
+        split=args.split,
+        costs=args.costs,
+        distributions={name: getattr(args, name) for name in DISTRIBUTIONS},
+        sweep=args.sweep,
+        failure_rate=args.failure_rate,
+        crash_hours=args.crash_hours,
+        restart_s=args.restart_s,
+    )
+    found = simulate_target(args.target, args.overrides, options)
+    if args.html is None:
+        return {**found.record(), "text": found.text()}
+    from tithe.monitoring.simulation import simulation_page
+    from tithe.utils.durable import write_text
+
+    write_text(Path(args.html), simulation_page(found))
+    return {**found.record(), "page": args.html, "text": f"{found.text()}\n\npage: {args.html}"}
+
+
 def demo(args: argparse.Namespace) -> Result:
     """`tithe demo key=value …`."""
     from tithe.config import choose_run_dir, demo_config
@@ -169,6 +195,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "report": report,
     "inspect": inspect,
     "capacity": capacity,
+    "simulate": simulate,
     "demo": demo,
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 OVERRIDES_HELP = "configuration overrides such as optimizer.lr=1e-4; all keys are in docs/configuration.md"
@@ -87,7 +87,37 @@ def build_parser() -> argparse.ArgumentParser:
     capacity.add_argument(
         "--full-lr", type=float, metavar="LR", help="learning rate of the full run (default a tenth of optimizer.lr)"
     )
+    simulate = _add_simulate(add)
     demo = add("demo", "train a real 4-bit model on a task that a program can check, in minutes")
-    for command in (train, check, resume, evaluate, sample, parity, capacity, demo):
+    for command in (train, check, resume, evaluate, sample, parity, capacity, simulate, demo):
         overrides(command)
     return parser
+
+
+def _add_simulate(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    text = "simulate sampling, rewards, training and publishing under other settings, and name the best"
+    command = add("simulate", text, dry_run=False)
+    command.add_argument("target", metavar="RUN_DIR|RUN.yaml", help="directory of a run, measured; or a run file")
+    command.add_argument("--steps", type=int, default=60, metavar="N", help="batches to simulate (default 60)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated rollouts (default 0)")
+    values = "AXIS=V,V"
+    axes = "lag, sync_every, in_flight or split with its values, such as lag=0,1,4; may be given several times"
+    command.add_argument("--sweep", action="append", default=[], metavar=values, help=axes)
+    split = "separate GPUs: rollout copies and train copies of the base (default: one shared base)"
+    command.add_argument("--split", metavar="R:T", help=split)
+    command.add_argument("--costs", metavar="NAME=S,…", help="seconds of work instead of measured ones")
+    distribution = "NUMBER, exp:MEAN, lognormal:MEAN,SIGMA or uniform:LOW,HIGH"
+    for name, what in (
+        ("prompt-tokens", "prompt length"),
+        ("new-tokens", "tokens drawn per request"),
+        ("turns", "requests per rollout (default 1)"),
+        ("tool-s", "seconds of a tool between two turns"),
+        ("tool-tokens", "tokens that a tool's answer adds"),
+        ("reward-s", "seconds of judging one rollout"),
+    ):
+        command.add_argument(f"--{name}", metavar="DIST", help=f"{what}: {distribution}")
+    command.add_argument("--failure-rate", type=float, metavar="P", help="share of rollouts that crash")
+    command.add_argument("--crash-hours", type=float, metavar="H", help="mean hours between crashes of the process")
+    command.add_argument("--restart-s", type=float, default=60.0, metavar="S", help="seconds to come back (default 60)")
+    command.add_argument("--html", metavar="FILE", help="write one page with charts")
+    return command

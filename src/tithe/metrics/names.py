@@ -1,7 +1,8 @@
 """The one table of metric names: label, unit and the kind of row each belongs to.
 
 `step_s` is a batch's whole time; `wait_s`, `train_s`, `publish_s` and `checkpoint_s` are parts of it without overlap.
-`sample_s` and `reward_s` are spent by the rollout loop beside it.
+`sample_s` and `reward_s` are spent by the rollout loop beside it; `decode_s` and `prefill_s` are the engine's part of
+`sample_s`.
 
 A name that is not listed here is recorded all the same; it only has no label of its own in the report.
 """
@@ -71,6 +72,10 @@ METRICS: dict[str, MetricInfo] = {
     "sampler_gap_mean": _rollout("Trainer against sampler, mean difference", "nats/token"),
     "version_gap": _rollout("Version gap", "batches"),
     "sample_s": _rollout("Sampling", "s"),
+    "decode_s": _rollout("Drawing tokens", "s"),
+    "prefill_s": _rollout("Reading prompts", "s"),
+    "generated_tok": _rollout("Tokens drawn", "tokens"),
+    "prefill_tok": _rollout("Prompt tokens read", "tokens"),
     "reward_s": _rollout("Scoring", "s"),
     "eval_sampled": _eval("Right answers, sampled"),
     "eval_sampled_lo": _eval("Right answers, sampled, lower bound"),

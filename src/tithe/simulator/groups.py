@@ -28,6 +28,7 @@ class Group:
     usable: int = 0
     rows: int = 0
     tokens: int = 0
+    ended_s: float = 0.0
     batch_serial: int | None = None
     batch_position: int = 0
 

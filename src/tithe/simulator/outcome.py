@@ -12,6 +12,7 @@ from tithe.simulator.ledger import PUBLISH, SAMPLE, TRAIN, BatchRow, Ledger
 from tithe.simulator.scenario import Scenario
 
 KINDS = (SAMPLE, TRAIN, PUBLISH)
+BUSY = 0.9
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,15 @@ class Outcome:
         """Mean idle share of the lanes."""
         return sum(lane["idle_frac"] for lane in self.utilisation().values()) / len(self.lanes)
 
+    def bottleneck(self) -> str:
+        """What more of would help: a resource that is busy nine tenths of the time, or else more overlap."""
+        busy = {f"the lane {lane}": 1.0 - shares["idle_frac"] for lane, shares in self.utilisation().items()}
+        workers = self.scenario.reward_workers
+        if workers is not None:
+            busy["reward workers"] = self.ledger.seconds["reward_work"] / workers / self.span_s
+        name, share = max(busy.items(), key=lambda item: item[1])
+        return f"{name}, {share:.0%} busy" if share >= BUSY else f"waiting: nothing is busy over {share:.0%}"
+
     def record(self) -> dict[str, Any]:
         """As JSON: see docs/simulator.md."""
         return {**self._setting(), **self._speed(), **self._waiting(), **self._staleness(), **self._groups()}
@@ -119,6 +129,7 @@ class Outcome:
             "sequences_per_tick": counts["drawn_tokens"] / counts["ticks"] if counts["ticks"] else 0.0,
             "utilisation": self.utilisation(),
             "idle_frac": self.idle_frac(),
+            "bottleneck": self.bottleneck(),
         }
 
     def _waiting(self) -> dict[str, Any]:

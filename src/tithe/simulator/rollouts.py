@@ -113,6 +113,7 @@ class RolloutLoop:
     def _settle(self, group: Group, ends: list[_Ending]) -> None:
         usable = [end for end in ends if end.usable]
         group.min_serial = min((end.first_serial for end in ends if end.tokens), default=group.admitted_serial)
+        group.ended_s = self._env.now
         group.usable = len(usable)
         group.tokens = sum(end.tokens for end in ends)
         self._ledger.counts["failed_rollouts"] += len(ends) - len(usable)

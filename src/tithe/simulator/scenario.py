@@ -93,18 +93,25 @@ class Failures:
 
 @dataclass(frozen=True)
 class Measured:
-    """A group as a run left it: prompt tokens, and each rollout's new tokens."""
+    """A group as a run left it: prompt tokens, each rollout's new tokens, and the seconds from its last token to its
+    end (reward, tools, queues).
+
+    >>> Measured(12, (8, 30), outside_s=0.5).new_tokens
+    (8, 30)
+    """
 
     prompt_tokens: int
     new_tokens: tuple[int, ...]
+    outside_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Workload:
     """What rollouts are like; every field is a distribution over rollouts (`prompt_tokens`: over groups).
 
-    With `measured`, prompts and lengths are those of one measured group, drawn whole: samples of one prompt resemble
-    each other. `turns` requests make a rollout; `new_tokens` is per request.
+    `turns` requests make a rollout; `new_tokens` is per request. With `measured`, groups are those of a run
+    in the order of their admission, over and over (beginning with number `seed`): the same run under other settings.
+    Every rollout of one then also waits its `outside_s` before it is judged, for which nobody queues.
     """
 
     prompt_tokens: Distribution = _SHORT

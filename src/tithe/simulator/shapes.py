@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tithe.simulator.draws import uniform
-from tithe.simulator.scenario import Sample, Scenario, Turn, Workload
+from tithe.simulator.scenario import Sample, Scenario, Turn
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ def draw_shape(scenario: Scenario, group_id: int) -> Shape:
     work, seed = scenario.workload, scenario.seed
     measured = work.measured
     if measured:
-        row = measured[int(uniform(seed, "group", group_id) * len(measured))]
+        row = measured[(group_id + seed) % len(measured)]
         lengths = tuple(row.new_tokens[i % len(row.new_tokens)] for i in range(scenario.bounds.group_size))
-        prompt = row.prompt_tokens
+        prompt, outside_s = row.prompt_tokens, row.outside_s
     else:
-        lengths = ()
+        lengths, outside_s = (), 0.0
         prompt = max(1, round(work.prompt_tokens.quantile(uniform(seed, "prompt", group_id))))
     samples = tuple(
-        _draw_sample(work, scenario, group_id, i, lengths[i] if lengths else None)
+        _draw_sample(scenario, group_id, i, lengths[i] if lengths else None, outside_s)
         for i in range(scenario.bounds.group_size)
     )
     return Shape(prompt, samples)
 
 
-def _draw_sample(work: Workload, scenario: Scenario, group_id: int, sample: int, length: int | None) -> Sample:
-    seed, address = scenario.seed, (group_id, sample)
+def _draw_sample(scenario: Scenario, group_id: int, sample: int, length: int | None, outside_s: float) -> Sample:
+    work, seed, address = scenario.workload, scenario.seed, (group_id, sample)
     n_turns = max(1, round(work.turns.quantile(uniform(seed, "turns", *address))))
     turns: list[Turn] = []
     for number in range(n_turns):
@@ -54,7 +54,7 @@ def _draw_sample(work: Workload, scenario: Scenario, group_id: int, sample: int,
         elif n_turns > 1:  # a measured rollout's tokens, spread over the turns
             new = length * (number + 1) // n_turns - length * number // n_turns if length else 0
         last = number == n_turns - 1
-        wait_s = 0.0 if last else work.tool_s.quantile(uniform(seed, "tool", *address, number))
+        wait_s = outside_s if last else work.tool_s.quantile(uniform(seed, "tool", *address, number))
         answer = 0 if last else round(work.tool_tokens.quantile(uniform(seed, "answer", *address, number)))
         turns.append(Turn(max(1, new), wait_s, answer))
     reward_s = work.reward_s.quantile(uniform(seed, "reward", *address))

@@ -1,0 +1,151 @@
+"""The command `tithe simulate`: from texts to an answer. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from tithe.config import RunConfig, load_config, load_run
+from tithe.errors import UserError
+from tithe.simulator.answer import Answer, answer
+from tithe.simulator.costs import LaneCosts, PublishCosts
+from tithe.simulator.draws import Distribution, Empirical, parse_distribution
+from tithe.simulator.measured import measure_run
+from tithe.simulator.scenario import Layout, Scenario, Workload
+from tithe.simulator.settings import scenario_of, scenario_of_run
+from tithe.simulator.sweep import is_split, parse_axis
+
+DISTRIBUTIONS = {
+    "prompt_tokens": "--prompt-tokens",
+    "new_tokens": "--new-tokens",
+    "turns": "--turns",
+    "tool_s": "--tool-s",
+    "tool_tokens": "--tool-tokens",
+    "reward_s": "--reward-s",
+}
+"""Field of `Workload` → its option."""
+
+MAX_STEPS = 100_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line gives besides the target. None or empty: not given."""
+
+    steps: int = 60
+    seed: int = 0
+    split: str | None = None
+    costs: str | None = None
+    distributions: Mapping[str, str | None] | None = None
+    sweep: Sequence[str] = ()
+    failure_rate: float | None = None
+    crash_hours: float | None = None
+    restart_s: float = 60.0
+
+
+def simulate_target(target: str, overrides: Sequence[str], options: Options) -> Answer:
+    """Simulate a run directory or a run file. Raises `UserError` that names the option or key."""
+    _check(options)
+    is_run = Path(target).is_dir()
+    cfg = (load_run if is_run else load_config)(target, overrides)
+    made, source, notes = _of_run(Path(target), cfg, options) if is_run else _of_file(cfg, options)
+    failures = made.failures
+    if options.failure_rate is not None:
+        failures = replace(failures, rollout_rate=options.failure_rate)
+    if options.crash_hours is not None:
+        failures = replace(failures, crash_mean_s=3600 * options.crash_hours, restart_s=options.restart_s)
+    scenario = replace(made, failures=failures, layout=_layout(options.split))
+    axes = dict(parse_axis(text) for text in options.sweep)
+    oldest = max(scenario.bounds.max_age, *(int(lag) for lag in axes.get("lag", ())), 0)
+    if options.steps < 4 * (oldest + 1):
+        notes = [*notes, f"{options.steps} batches are few for an age of {oldest}: rates need --steps {4 * oldest + 4}"]
+    return answer(scenario, axes, source=source, assumptions=notes)
+
+
+def _check(options: Options) -> None:
+    if not 1 <= options.steps <= MAX_STEPS:
+        raise UserError(f"--steps = {options.steps}: give a whole number from 1 to {MAX_STEPS}")
+    if options.failure_rate is not None and not 0 <= options.failure_rate <= 1:
+        raise UserError(f"--failure-rate = {options.failure_rate:g}: give a share from 0 to 1")
+    if options.crash_hours is not None and options.crash_hours <= 0:
+        raise UserError(f"--crash-hours = {options.crash_hours:g}: give the mean hours between crashes, more than 0")
+    if options.restart_s < 0:
+        raise UserError(f"--restart-s = {options.restart_s:g}: give seconds, 0 or more")
+
+
+def _layout(split: str | None) -> Layout:
+    if split is None:
+        return Layout()
+    if not is_split(split):
+        raise UserError(f"--split = {split!r}: give rollout copies : train copies, such as 3:1")
+    rollout, train = (int(part) for part in split.split(":"))
+    return Layout("separate", rollout, train)
+
+
+def _given(options: Options) -> dict[str, Distribution]:
+    texts = options.distributions or {}
+    return {name: parse_distribution(text, DISTRIBUTIONS[name]) for name, text in texts.items() if text is not None}
+
+
+def _of_run(run_dir: Path, cfg: RunConfig, options: Options) -> tuple[Scenario, str, list[str]]:
+    """Lengths, waiting and costs as measured; a length that is given replaces all measured ones."""
+    measured = measure_run(run_dir, load_run(run_dir))
+    scenario, given, notes = scenario_of_run(cfg, measured, steps=options.steps, seed=options.seed), _given(options), []
+    groups = measured.groups
+    if given.keys() & {"prompt_tokens", "new_tokens"}:
+        lengths = {
+            "prompt_tokens": _spread([group.prompt_tokens for group in groups]),
+            "new_tokens": _spread([n for group in groups for n in group.new_tokens]),
+        }
+        scenario = replace(scenario, workload=Workload(**lengths))
+    elif given.keys() & {"tool_s", "reward_s"}:
+        notes.append("measured waiting outside the engine is replaced by the given --tool-s and --reward-s")
+        scenario = replace(scenario, workload=Workload(measured=tuple(replace(g, outside_s=0.0) for g in groups)))
+    elif scenario.reward_workers is not None:
+        notes.append("measured waiting includes the queue for reward workers as it was; nobody queues for it again")
+        scenario = replace(scenario, reward_workers=None, reward_timeout_s=None)
+    if options.costs is not None:
+        scenario = replace(scenario, costs=parse_costs(options.costs))
+    source = f"measured on {measured.batches} batches of {run_dir.name}"
+    return replace(scenario, workload=replace(scenario.workload, **given)), source, [*measured.notes, *notes]
+
+
+def _spread(values: Sequence[int]) -> Distribution:
+    return Empirical.of([float(value) for value in values])
+
+
+def _of_file(cfg: RunConfig, options: Options) -> tuple[Scenario, str, list[str]]:
+    if options.costs is None:
+        raise UserError(
+            "a run file says nothing of speed: add --costs tick_fixed_s=0.02,train_s_per_token=0.001, or simulate the "
+            "directory of a run"
+        )
+    given = _given(options)
+    notes = [] if "prompt_tokens" in given else ["--prompt-tokens is not given: prompts of 64 tokens"]
+    if "new_tokens" not in given:
+        raise UserError("how long are completions? Give --new-tokens, such as lognormal:400,0.8")
+    scenario = scenario_of(cfg, parse_costs(options.costs), Workload(**given), steps=options.steps, seed=options.seed)
+    return scenario, "costs as given", notes
+
+
+def parse_costs(text: str) -> LaneCosts:
+    """``tick_fixed_s=0.02,publish_s=1`` → costs. `publish_s` is spent on the engine's lane. Raises `UserError`.
+
+    >>> parse_costs("tick_fixed_s=0.5").tick_fixed_s
+    0.5
+    """
+    names = [field.name for field in fields(LaneCosts) if field.name != "publish"]
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        try:
+            seconds = float(number)
+        except ValueError:
+            seconds = -1.0
+        if name not in (*names, "publish_s") or not 0 <= seconds < float("inf"):
+            allowed = ", ".join([*names, "publish_s"])
+            raise UserError(f"--costs {part.strip()!r}: give NAME=SECONDS, seconds at least 0, of {allowed}")
+        values[name] = seconds
+    publish = PublishCosts(engine_s=values.pop("publish_s", 0.0))
+    return LaneCosts(**values, publish=publish)

@@ -1,0 +1,66 @@
+"""From a configuration to a scenario."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tithe.config import RunConfig
+from tithe.simulator.costs import WorkCosts
+from tithe.simulator.draws import Clipped
+from tithe.simulator.measured import Measurement
+from tithe.simulator.scenario import Failures, Scenario, Workload
+from tithe.staleness import Bounds
+
+
+def bounds_of(cfg: RunConfig) -> Bounds:
+    """The staleness contract of a configuration."""
+    rl = cfg.rl
+    return Bounds(
+        batch_rollouts=rl.batch_size_per_update,
+        group_size=rl.samples_per_prompt,
+        max_lag=rl.max_policy_update_lag,
+        max_age=rl.max_sample_age,
+        sync_every=rl.sync_every,
+    )
+
+
+def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: int, seed: int = 0) -> Scenario:
+    """A run's settings on one shared base. Lengths are cut at `rollout.max_new_tokens` and `max_prompt_tokens`.
+
+    The plain math reward is judged without a worker; every other function is judged by `reward.workers`, under
+    `reward.timeout_s`.
+    """
+    in_process = cfg.reward.function == "math" and not cfg.reward.format_rules
+    workload = replace(
+        workload,
+        new_tokens=Clipped(workload.new_tokens, cfg.rollout.max_new_tokens),
+        prompt_tokens=Clipped(workload.prompt_tokens, cfg.rollout.max_prompt_tokens),
+    )
+    return Scenario(
+        bounds_of(cfg),
+        costs,
+        workload,
+        on_publish=cfg.rollout.on_publish,
+        buffer=cfg.rl.rollout_buffer_size,
+        max_running=cfg.engine.max_running,
+        prefill_tokens=cfg.engine.prefill_tokens_per_tick,
+        micro_batch_tokens=cfg.rl.micro_batch_tokens,
+        max_live_versions=cfg.engine.max_live_versions,
+        reward_workers=None if in_process else cfg.reward.workers,
+        reward_timeout_s=None if in_process else cfg.reward.timeout_s,
+        failed_batches=cfg.monitor.failure_batches_alarm,
+        checkpoint_every=cfg.run.checkpoint_every,
+        steps=steps,
+        seed=seed,
+    )
+
+
+def scenario_of_run(cfg: RunConfig, measured: Measurement, *, steps: int, seed: int = 0) -> Scenario:
+    """A scenario under `cfg` with the lengths, waiting and costs of a run."""
+    scenario = scenario_of(cfg, measured.costs, Workload(measured=measured.groups), steps=steps, seed=seed)
+    return replace(
+        scenario,
+        lease_s=measured.lease_s,
+        checkpoint_s=measured.checkpoint_s,
+        failures=Failures(rollout_rate=measured.failure_rate),
+    )
