@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from tithe.config import RunConfig, load_config, load_run
 from tithe.errors import UserError
@@ -88,17 +89,19 @@ def _given(options: Options) -> dict[str, Distribution]:
     return {name: parse_distribution(text, DISTRIBUTIONS[name]) for name, text in texts.items() if text is not None}
 
 
+def _with(workload: Workload, given: Mapping[str, Distribution]) -> Workload:
+    changes: dict[str, Any] = dict(given)
+    return replace(workload, **changes)
+
+
 def _of_run(run_dir: Path, cfg: RunConfig, options: Options) -> tuple[Scenario, str, list[str]]:
     """Lengths, waiting and costs as measured; a length that is given replaces all measured ones."""
     measured = measure_run(run_dir, load_run(run_dir))
     scenario, given, notes = scenario_of_run(cfg, measured, steps=options.steps, seed=options.seed), _given(options), []
     groups = measured.groups
     if given.keys() & {"prompt_tokens", "new_tokens"}:
-        lengths = {
-            "prompt_tokens": _spread([group.prompt_tokens for group in groups]),
-            "new_tokens": _spread([n for group in groups for n in group.new_tokens]),
-        }
-        scenario = replace(scenario, workload=Workload(**lengths))
+        prompts, lengths = [group.prompt_tokens for group in groups], [n for group in groups for n in group.new_tokens]
+        scenario = replace(scenario, workload=Workload(_spread(prompts), _spread(lengths)))
     elif given.keys() & {"tool_s", "reward_s"}:
         notes.append("measured waiting outside the engine is replaced by the given --tool-s and --reward-s")
         scenario = replace(scenario, workload=Workload(measured=tuple(replace(g, outside_s=0.0) for g in groups)))
@@ -108,7 +111,7 @@ def _of_run(run_dir: Path, cfg: RunConfig, options: Options) -> tuple[Scenario, 
     if options.costs is not None:
         scenario = replace(scenario, costs=parse_costs(options.costs))
     source = f"measured on {measured.batches} batches of {run_dir.name}"
-    return replace(scenario, workload=replace(scenario.workload, **given)), source, [*measured.notes, *notes]
+    return replace(scenario, workload=_with(scenario.workload, given)), source, [*measured.notes, *notes]
 
 
 def _spread(values: Sequence[int]) -> Distribution:
@@ -125,7 +128,9 @@ def _of_file(cfg: RunConfig, options: Options) -> tuple[Scenario, str, list[str]
     notes = [] if "prompt_tokens" in given else ["--prompt-tokens is not given: prompts of 64 tokens"]
     if "new_tokens" not in given:
         raise UserError("how long are completions? Give --new-tokens, such as lognormal:400,0.8")
-    scenario = scenario_of(cfg, parse_costs(options.costs), Workload(**given), steps=options.steps, seed=options.seed)
+    scenario = scenario_of(
+        cfg, parse_costs(options.costs), _with(Workload(), given), steps=options.steps, seed=options.seed
+    )
     return scenario, "costs as given", notes
 
 

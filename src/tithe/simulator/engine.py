@@ -20,7 +20,7 @@ MAX_TICKS_AT_ONCE = 256
 """The context grows while ticks are taken together; its mean stands for it."""
 
 PromptKey = tuple[int, int, int, int]
-"""Version, group, and for later turns sample and turn (else -1): what shares a prefill."""
+"""Version, group, sample (-1 in a first turn) and turn: what shares a prefill."""
 
 
 @dataclass(eq=False)
@@ -179,8 +179,8 @@ class Engine:
 
     def _need_prompt(self, request: Request) -> None:
         version = self.served if request.version is None else request.version
-        shared = (-1, -1) if request.turn == 0 else (request.sample, request.turn)
-        request.key = (version, request.group, *shared)
+        sample = -1 if request.turn == 0 else request.sample  # only first turns share their prompt
+        request.key = (version, request.group, sample, request.turn)
         if request.key in self._ready:
             self._begin([request])
             return

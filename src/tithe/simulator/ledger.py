@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 SAMPLE, TRAIN, PUBLISH = "sample", "train", "publish"
@@ -61,7 +61,7 @@ class Ledger:
     batches: list[BatchRow] = field(default_factory=list[BatchRow])
     counts: Counter[str] = field(default_factory=Counter[str])
     """Groups admitted, trained, dropped, …; tokens; ticks."""
-    seconds: Counter[str] = field(default_factory=Counter[str])
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Waiting by cause, and reward workers' work."""
 
     def work(self, lane: str, kind: str, begin_s: float, end_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tithe.errors import UserError
@@ -10,11 +12,14 @@ from tithe.simulator.answer import synchronous
 from tithe.simulator.sweep import CLOSE, settings_of
 from unit.simulator.scenes import RICH, TWO_LANES, bounds, check, scene
 
-WORK = Workload(prompt_tokens=Fixed(10), new_tokens=LogNormal(20, 0.8), reward_s=Fixed(1.0))
+WORK = Workload(prompt_tokens=Fixed(10), new_tokens=LogNormal(20, 0.8), reward_s=Fixed(0.3))
+
+
+LINEAR = replace(RICH, tick_fixed_s=0.0)  # more sequences in a tick make none of them cheaper
 
 
 def start(**more):
-    return scene(bounds(1, batch=8, group=4), RICH, WORK, **{"steps": 20, **more})
+    return scene(bounds(1, batch=8, group=4), LINEAR, WORK, **{"steps": 20, **more})
 
 
 def test_only_legal_combinations_are_simulated_and_the_others_counted():
