@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
+from tithe.build.probing import ProbeRecord
 from tithe.build.session import Session, say
 from tithe.engines import CopiedEngine
-from tithe.errors import NonFiniteError
 from tithe.trainer import FullTrainer
 from tithe.types import MetricSink, PolicyVersion
 from tithe.utils.durable import complete_directory
 from tithe.utils.memory import release_unused
-from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
+from tithe.weight_sync import DirectoryChannel
 
 FINAL_MODEL = "model"
 """Folder of the trained model in a run directory."""
@@ -25,51 +24,26 @@ class FullPublisher:
     between transformers' forward and the engine's copy.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        channel: DirectoryChannel,
-        question: tuple[tuple[int, ...], tuple[int, ...]],
-        sink: MetricSink | None = None,
-    ) -> None:
+    def __init__(self, session: Session, channel: DirectoryChannel, sink: MetricSink | None = None) -> None:
         trainer, engine = session.trainer, session.engine
         assert isinstance(trainer, FullTrainer)
         assert isinstance(engine, CopiedEngine)
         self._session, self._channel, self._sink = session, channel, sink
         self._trainer, self._engine = trainer, engine
-        self._prompt, self._target = question
-        self._parent: tuple[str, list[float]] | None = None
+        self._probe = ProbeRecord(session)
 
     def publish(self, version: PolicyVersion) -> str:
         """Returns the name. Raises `PublishRefused`, `AdapterError` or, for a policy whose log-probs are no numbers,
         `NonFiniteError`; the served version is then unchanged.
         """
         release_unused()  # what training gave back, before the next copy asks for memory
-        trainer, base = self._trainer, self._session.base
-        logp = base.lane.call(trainer.probe, self._prompt, self._target)
-        if not all(math.isfinite(x) for x in logp):
-            raise NonFiniteError(
-                f"after optimizer step {trainer.optimizer_step} the policy's log-probs are no finite numbers;"
-                " lower optimizer.lr or optimizer.max_grad_norm"
-            )
-        probe = Probe(
-            token_ids=(*self._prompt, *self._target),
-            prompt_len=len(self._prompt),
-            logp=tuple(logp),
-            noise_floor=0.0,
-            parent_logp=None if self._parent is None else tuple(self._parent[1]),
-        )
-        fields = manifest_fields(
-            parent=None if self._parent is None else self._parent[0],
-            optimizer_step=trainer.optimizer_step,
-            base_checksum=base.checksum,
-            numeric_mode=base.numeric_mode,
-            probe=probe,
-        )
-        directory = self._channel.publish_model(version, lambda folder: base.lane.call(trainer.write, folder), fields)
+        trainer, lane = self._trainer, self._session.base.lane
+        logp = lane.call(trainer.probe, self._probe.prompt, self._probe.target)
+        fields = self._probe.manifest(logp)
+        directory = self._channel.publish_model(version, lambda folder: lane.call(trainer.write, folder), fields)
         name = self._engine.load_adapter(directory)
         release_unused()
-        self._parent = (name, logp)
+        self._probe.confirm(name, logp)
         self._report(version)
         return name
 

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tithe.build.full_hooks import FullPublisher
+from tithe.build.probing import ProbeRecord
 from tithe.build.session import Session
 from tithe.checkpoint import prune as prune_checkpoints
 from tithe.checkpoint import save_checkpoint
-from tithe.errors import NonFiniteError
 from tithe.orchestration import RunControl, ServedVersion, TrainHooks, evaluate
 from tithe.pool import PoolReader
 from tithe.trainer import Perturbed, probe_logp, probe_masters
 from tithe.types import MetricSink, PolicyVersion
 from tithe.utils.durable import write_text
 from tithe.utils.memory import release_unused
-from tithe.weight_sync import DirectoryChannel, Probe, manifest_fields
+from tithe.weight_sync import DirectoryChannel
 from tithe.weight_sync.manifest import parse_name
 
 POOL_FILE = "pool.sqlite"
-PROBE_TOKENS = 24
 CERTIFIED_TOKENS = 2_000
 """Tokens of the newest trained rollouts whose versions stay on disk for the parity certificate."""
-
-
-def probe_question(session: Session) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Prompt and completion of a run's probe, of a size that the engine can hold."""
-    ids = [session.prompts.prompt_ids(item.id) for item in session.prompts.items[:2]]
-    longest = session.cfg.rollout.max_prompt_tokens + session.cfg.rollout.max_new_tokens
-    target = ids[-1][-min(PROBE_TOKENS, longest - 1) :]
-    return tuple(ids[0][len(target) - longest :]), tuple(target)
 
 
 class Publisher:
@@ -41,9 +31,7 @@ class Publisher:
 
     def __init__(self, session: Session, channel: DirectoryChannel) -> None:
         self._session, self._channel = session, channel
-        self._parent: tuple[str, list[float]] | None = None
-        self._prompt, self._target = probe_question(session)
-        self.noise_floor = 0.0
+        self._probe = ProbeRecord(session)
 
     def publish(self, version: PolicyVersion) -> str:
         """Returns the name. Raises `PublishRefused`, `AdapterError` or, for a policy whose log-probs are no numbers,
@@ -53,37 +41,17 @@ class Publisher:
         directory, logp = self._write(version)
         name = self._session.engine.load_adapter(directory)
         release_unused()
-        self._parent = (name, logp)
+        self._probe.confirm(name, logp)
         return name
 
     def _write(self, version: PolicyVersion) -> tuple[Path, list[float]]:
         """The published directory and the trainer's answer to the probe. The engine reads its own copy from disk."""
-        trainer, base = self._session.adapter_trainer, self._session.base
+        trainer, lane = self._session.adapter_trainer, self._session.base.lane
         tensors = trainer.adapter_tensors()
-        ask = (trainer.passes, self._prompt, self._target)
-        logp = base.lane.call(probe_logp, *ask, trainer.adapter)
-        shaken = base.lane.call(probe_masters, *ask, Perturbed(tensors), trainer.spec)
-        if not all(math.isfinite(x) for x in (*logp, *shaken)):
-            raise NonFiniteError(
-                f"after optimizer step {trainer.optimizer_step} the policy's log-probs are no finite numbers;"
-                " lower optimizer.lr or optimizer.max_grad_norm"
-            )
-        self.noise_floor = max(abs(a - b) for a, b in zip(logp, shaken, strict=True))
-        probe = Probe(
-            token_ids=(*self._prompt, *self._target),
-            prompt_len=len(self._prompt),
-            logp=tuple(logp),
-            noise_floor=self.noise_floor,
-            parent_logp=None if self._parent is None else tuple(self._parent[1]),
-        )
-        fields = manifest_fields(
-            lora=trainer.spec,
-            parent=None if self._parent is None else self._parent[0],
-            optimizer_step=trainer.optimizer_step,
-            base_checksum=base.decoder.checksum,
-            numeric_mode=base.decoder.options.numeric_mode,
-            probe=probe,
-        )
+        ask = (trainer.passes, self._probe.prompt, self._probe.target)
+        logp = lane.call(probe_logp, *ask, trainer.adapter)
+        shaken = lane.call(probe_masters, *ask, Perturbed(tensors), trainer.spec)
+        fields = self._probe.manifest(logp, shaken, trainer.spec)
         return self._channel.publish(version, self._session.published_tensors(), fields), logp
 
 
@@ -181,7 +149,7 @@ def make_publisher(
 ) -> Publisher | FullPublisher:
     """What publishes a session's policy; `sink` gets what the publishing of whole models measures."""
     if session.base.held is None:
-        return FullPublisher(session, channel, probe_question(session), sink)
+        return FullPublisher(session, channel, sink)
     return Publisher(session, channel)
 
 

@@ -86,8 +86,7 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
     """Load the base, read the task, start graders, make trainer and engine.
 
     `adapter` (or else `lora.init_from`) is a PEFT directory the policy starts from; a model's directory where every
-    parameter is trained. Cheap inputs are checked
-    before the base is loaded. Raises `UserError`.
+    parameter is trained. Cheap inputs are checked before the base is loaded. Raises `UserError`.
     """
     rewards = RewardPool(
         build_reward(cfg.reward, cfg.rl.reward_shaping),

@@ -3,11 +3,12 @@
 `Trainer` learns an adapter on the frozen base, `FullTrainer` every parameter of a model of its own.
 """
 
+from tithe.trainer.adam import StepResult
 from tithe.trainer.full import FullTrainer
 from tithe.trainer.proof import Perturbed, ScoredBatch, probe_logp, probe_masters, score_groups
 from tithe.trainer.schedule import learning_rate
 from tithe.trainer.settings import TrainerSettings
-from tithe.trainer.trainer import StepResult, Trainer
+from tithe.trainer.trainer import Trainer
 
 __all__ = [
     "FullTrainer",

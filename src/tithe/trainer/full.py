@@ -20,14 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tithe.errors import ResumeError
-from tithe.losses import LOSSES, Denominators, LossMetrics, denominators, summarize
+from tithe.losses import LOSSES, Denominators, denominators
 from tithe.packing import MicroBatch, plan_micro_batches
+from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.full_model import FullPolicy, load_full, unpack, write_full
 from tithe.trainer.full_shard import copy_whole, shard, whole
 from tithe.trainer.objective import loss_input
+from tithe.trainer.proof import answer_of, probe_group, score_packed
 from tithe.trainer.settings import TrainerSettings
-from tithe.trainer.trainer import StepResult
-from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
+from tithe.types import RolloutGroup, TrainingBatch
 
 SCORE_TOKENS = 4096
 """Rows of a micro-batch that is only scored."""
@@ -62,17 +63,8 @@ class FullTrainer:
             self._masters = {name: p.data.requires_grad_() for name, p in named.items()}
             for p in named.values():
                 p.data = p.data.detach().to(dtype)  # parameters only: rotary tables stay float32
-        self._optimizer = torch.optim.AdamW(
-            list(self._masters.values()),
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            foreach=False,  # one tensor at a time: no temporary copies of all moments at once
-        )
-        self.optimizer_step = 0
-        self._metrics: list[LossMetrics] = []
-        self._loss, self._train_s = 0.0, 0.0
+        self._adam = Adam(self._masters, settings)
+        self._tally = Tally()
         self._denominators: Denominators | None = None
 
     # ------------------------------------------------------------------ a batch
@@ -84,7 +76,7 @@ class FullTrainer:
         with a loss mask that is off everywhere.
         """
         micros = plan_micro_batches(batch, self.settings.micro_batch_tokens)
-        self._metrics, self._loss, self._train_s = [], 0.0, 0.0
+        self._tally = Tally()
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
         self._zero_gradients()
         blank = [_masked(micros[-1])] * (-len(micros) % self._ranks) if micros else []
@@ -104,9 +96,7 @@ class FullTrainer:
         output = LOSSES[self.settings.algorithm](given, self.settings.loss)
         (output.loss * self._ranks).backward()  # ranks average gradients, whose denominators are the batch's
         self._collect()
-        self._metrics.append(output.metrics)
-        self._loss += float(output.loss.detach())
-        self._train_s += time.perf_counter() - started
+        self._tally.add(output, started)
 
     def _collect(self) -> None:
         """Add gradients in the forward's dtype to float32 sums, and let them go."""
@@ -126,26 +116,13 @@ class FullTrainer:
 
     def step(self) -> StepResult:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
-        s = self.settings
-        grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = float(whole(torch.nn.utils.get_total_norm(grads)))
-        loss = self._sum_over_ranks(self._loss)
-        finite = bool(np.isfinite(norm) and np.isfinite(loss))
-        rate = s.rate(self.optimizer_step)
-        metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "train_compute_s": self._train_s}
-        if self._metrics:
-            metrics.update(summarize(self._metrics))
-        if finite and self._metrics:
-            scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
-            for grad in grads:
-                grad.mul_(scale)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
+        grads = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+        self._tally.loss = self._sum_over_ranks(self._tally.loss)
+        result = self._adam.step(grads, self._tally)
+        if self._tally.metrics and not result.skipped:
             self._cast()
         self._zero_gradients()
-        self.optimizer_step += 1
-        return StepResult(metrics, skipped=not finite)
+        return result
 
     def _sum_over_ranks(self, value: float) -> float:
         if self._ranks == 1:
@@ -169,26 +146,12 @@ class FullTrainer:
         `policy` scores in place of the trained one: another version's.
         """
         model = self.policy if policy is None else policy
-        ones = [
-            [np.ones(len(r.token_ids), np.float32) if len(r.token_ids) else None for r in g.rollouts] for g in groups
-        ]
-        out: list[list[np.ndarray | None]] = [[None] * len(g.rollouts) for g in groups]
         with torch.no_grad():
-            for micro in plan_micro_batches(TrainingBatch(groups, ones, 0), SCORE_TOKENS):
-                logp = model(*unpack(micro))[0].numpy()
-                for q in range(micro.n_seqs):
-                    out[micro.seq_group[q]][micro.seq_rollout[q]] = logp[micro.seq_index == q]
-        return out
+            return score_packed(groups, SCORE_TOKENS, lambda micro: model(*unpack(micro))[0].numpy())
 
     def probe(self, prompt: Sequence[int], target: Sequence[int]) -> list[float]:
         """log-probs at T = 1 of a probe's completion."""
-        n = len(target)
-        zeros = np.zeros(n, np.float32)
-        ids = np.array(target, np.int32)
-        rollout = Rollout(0, ids, np.ones(n, bool), zeros, zeros, np.zeros(n, np.int32), 1.0, FinishReason.STOP)
-        logp = self.score([RolloutGroup(0, "probe", np.array(prompt, np.int32), (rollout,), 0, 0)])[0][0]
-        assert logp is not None
-        return [float(x) for x in logp]
+        return answer_of(self.score([probe_group(prompt, target)]))
 
     def load_version(self, directory: Path) -> FullPolicy:
         """A published version as a frozen policy in the forward's dtype: one more copy, for as long as it is held."""
@@ -205,43 +168,34 @@ class FullTrainer:
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def optimizer_step(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self._adam.steps
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resume needs: ``model/…``, ``optimizer/exp_avg/…``, ``optimizer/exp_avg_sq/…``, whole.
 
         No copies on one rank: the next `step` changes them.
         """
-        state = {f"model/{name}": whole(master.detach()) for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if master in self._optimizer.state:
-                    state[f"optimizer/{key}/{name}"] = whole(self._optimizer.state[master][key].detach())
-        return state
+        model = {f"model/{name}": whole(master.detach()) for name, master in self._masters.items()}
+        return model | self._adam.state_tensors()
 
     def state(self) -> dict[str, int]:
         """The numbers that go with `state_tensors`."""
-        steps = [int(self._optimizer.state[m]["step"]) for m in self._masters.values() if m in self._optimizer.state]
-        return {"optimizer_step": self.optimizer_step, "adam_step": max(steps, default=0)}
+        return self._adam.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
         """Take back what `state_tensors` and `state` gave, bit for bit, on any number of ranks. Raises `ResumeError`
         naming what is missing."""
-        moments = ("exp_avg", "exp_avg_sq") if state["adam_step"] > 0 else ()
         wanted = {f"model/{name}": master.shape for name, master in self._masters.items()}
-        wanted |= {f"optimizer/{k}/{n}": master.shape for n, master in self._masters.items() for k in moments}
         wrong = sorted(name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape)
         if wrong:
             raise ResumeError(f"the checkpoint lacks weights of this run or has others: {', '.join(wrong[:4])}")
-        self._optimizer.state.clear()
+        self._adam.load_state(tensors, state)
         with torch.no_grad():
             for name, master in self._masters.items():
                 copy_whole(master, tensors[f"model/{name}"])
-                if moments:
-                    own = {key: torch.zeros_like(master) for key in moments}
-                    for key, moment in own.items():
-                        copy_whole(moment, tensors[f"optimizer/{key}/{name}"])
-                    step = torch.tensor(float(state["adam_step"]))
-                    self._optimizer.state[master] = {"step": step, **own}
-        self.optimizer_step = state["optimizer_step"]
         self._cast()
 
     def memory_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tithe.lora import LoraSpec
 from tithe.models import TrainAdapter
-from tithe.packing import plan_micro_batches
+from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.passes import Passes
 from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
 
@@ -49,29 +49,50 @@ class Perturbed(Mapping[str, Tensor]):
         return len(self._place)
 
 
+def score_packed(
+    groups: Sequence[RolloutGroup], micro_batch_tokens: int, score: Callable[[MicroBatch], np.ndarray]
+) -> list[list[np.ndarray | None]]:
+    """Per group, per rollout: log-probs [T], packed as training packs; `score` gives a micro-batch's [N]."""
+    ones = [[np.ones(len(r.token_ids), np.float32) if len(r.token_ids) else None for r in g.rollouts] for g in groups]
+    out: list[list[np.ndarray | None]] = [[None] * len(g.rollouts) for g in groups]
+    for micro in plan_micro_batches(TrainingBatch(groups, ones, 0), micro_batch_tokens):
+        logp = score(micro)
+        for q in range(micro.n_seqs):
+            out[micro.seq_group[q]][micro.seq_rollout[q]] = logp[micro.seq_index == q]
+    return out
+
+
 def score_groups(
     passes: Passes, groups: Sequence[RolloutGroup], adapter: TrainAdapter, micro_batch_tokens: int
 ) -> ScoredBatch:
     """Score rollouts as training does: packed groups, gradient mode (everything saved), dropout off. On the lane."""
-    ones = [[np.ones(len(r.token_ids), np.float32) if len(r.token_ids) else None for r in g.rollouts] for g in groups]
-    out: list[list[np.ndarray | None]] = [[None] * len(g.rollouts) for g in groups]
-    for micro in plan_micro_batches(TrainingBatch(groups, ones, 0), micro_batch_tokens):
-        scored, _ = passes.forward(micro, adapter, dropout_seed=None, entropy_gradient=False)
-        for q in range(micro.n_seqs):
-            out[micro.seq_group[q]][micro.seq_rollout[q]] = scored.logp[micro.seq_index == q]
-    return ScoredBatch(out)
+
+    def score(micro: MicroBatch) -> np.ndarray:
+        return passes.forward(micro, adapter, dropout_seed=None, entropy_gradient=False)[0].logp
+
+    return ScoredBatch(score_packed(groups, micro_batch_tokens, score))
 
 
-def probe_logp(passes: Passes, prompt: Sequence[int], target: Sequence[int], adapter: TrainAdapter) -> list[float]:
-    """log-probs at T = 1 of a probe's completion under an adapter, by the training path. On the lane."""
+def probe_group(prompt: Sequence[int], target: Sequence[int]) -> RolloutGroup:
+    """A probe's question and completion as a group of one rollout, at T = 1."""
     n = len(target)
     zeros = np.zeros(n, np.float32)
     ids = np.array(target, np.int32)
     rollout = Rollout(0, ids, np.ones(n, bool), zeros, zeros, np.zeros(n, np.int32), 1.0, FinishReason.STOP)
-    group = RolloutGroup(0, "probe", np.array(prompt, np.int32), (rollout,), 0, 0)
-    logp = score_groups(passes, [group], adapter, len(prompt) + n).logp[0][0]
+    return RolloutGroup(0, "probe", np.array(prompt, np.int32), (rollout,), 0, 0)
+
+
+def answer_of(scored: Sequence[Sequence[np.ndarray | None]]) -> list[float]:
+    """The log-probs of a scored `probe_group`."""
+    logp = scored[0][0]
     assert logp is not None
     return [float(x) for x in logp]
+
+
+def probe_logp(passes: Passes, prompt: Sequence[int], target: Sequence[int], adapter: TrainAdapter) -> list[float]:
+    """log-probs at T = 1 of a probe's completion under an adapter, by the training path. On the lane."""
+    group = probe_group(prompt, target)
+    return answer_of(score_groups(passes, [group], adapter, len(prompt) + len(target)).logp)
 
 
 def probe_masters(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,28 +14,15 @@ from torch import Tensor
 
 from tithe.errors import ResumeError
 from tithe.lora import LoraSpec
-from tithe.losses import (
-    LOSSES,
-    Denominators,
-    LossMetrics,
-    denominators,
-    summarize,
-)
+from tithe.losses import LOSSES, Denominators, denominators
 from tithe.models import ALONE, AdapterGradients, Decoder, IdlePass, Ranks, TrainAdapter, stack_experts
 from tithe.packing import MicroBatch
+from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.objective import loss_input
 from tithe.trainer.passes import Passes
 from tithe.trainer.ranks import Sums, check_alike, plan_for_ranks, sum_gradients, take_part
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. `skipped` steps had a non-finite loss or gradient and changed nothing."""
-
-    metrics: dict[str, float]
-    skipped: bool
 
 
 class Trainer:
@@ -57,15 +43,7 @@ class Trainer:
         self.decoder, self.spec, self.settings, self.ranks = decoder, spec, settings, ranks
         together = sorted(stack_experts(tensors).items())
         self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in together}
-        self._optimizer = torch.optim.AdamW(
-            list(self._masters.values()),
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            foreach=False,  # one tensor at a time: no temporary copies of all moments at once
-        )
-        self.optimizer_step = 0
+        self._adam = Adam(self._masters, settings)
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
         self._gradients: AdapterGradients | None = None
         self._idle: IdlePass | None = None
@@ -75,18 +53,16 @@ class Trainer:
             checkpointing=settings.activation_checkpointing,
             dropout=settings.dropout,
         )
-        self._metrics: list[LossMetrics] = []
-        self._loss = 0.0
+        self._tally = Tally()
         self._denominators: Denominators | None = None
         self._micro_index = 0
-        self._train_s = 0.0
 
     # ------------------------------------------------------------------ a batch
 
     def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
         """This rank's micro-batches, with the whole batch's denominators fixed; empty when nothing is trained."""
         micros, own = plan_for_ranks(batch, self.settings.micro_batch_tokens, self.ranks)
-        self._metrics, self._loss, self._micro_index, self._train_s = [], 0.0, self.ranks.rank, 0.0
+        self._tally, self._micro_index = Tally(), self.ranks.rank
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
         self._gradients = AdapterGradients(self.decoder, self._adapter) if micros else None
         return own
@@ -118,9 +94,7 @@ class Trainer:
         if scored.d_entropy is not None and entropy.grad is not None:
             d_normed += entropy.grad[:, None] * scored.d_entropy
         self.passes.backward(micro, rows, d_normed, self._gradients)
-        self._metrics.append(output.metrics)
-        self._loss += float(output.loss.detach())
-        self._train_s += time.perf_counter() - started
+        self._tally.add(output, started)
 
     def _dropout_seed(self) -> int:
         """32 bits that follow (run seed, step, micro-batch), for run seeds of any size."""
@@ -129,40 +103,26 @@ class Trainer:
 
     def step(self) -> StepResult:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
-        s = self.settings
         self.passes.release()
         self._idle = None
         grads = self._gradients.named(self._masters) if self._gradients is not None else {}
         if self.ranks.size > 1:
             grads = sum_gradients(self.ranks, grads, self.decoder.n_experts)
             self._sum_over_ranks()
-        norm = float(torch.nn.utils.get_total_norm(list(grads.values())))
-        finite = bool(np.isfinite(norm) and np.isfinite(self._loss))
-        rate = s.rate(self.optimizer_step)
-        metrics = {"loss": self._loss, "grad_norm": norm, "lr": rate, "train_compute_s": self._train_s}
-        if self._metrics:
-            metrics.update(summarize(self._metrics))
+        result = self._adam.step(grads, self._tally)
         agreement = self.passes.take_agreement()
         if agreement is not None:
-            metrics["router_agreement"] = agreement
-        if finite and self._metrics:
-            scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
-            for name, master in self._masters.items():
-                master.grad = grads[name].mul_(scale)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            result.metrics["router_agreement"] = agreement
+        if self._tally.metrics and not result.skipped:
             check_alike(self.ranks, self._masters)
             self._rebuild()
         self._gradients = None
-        self.optimizer_step += 1
-        return StepResult(metrics, skipped=not finite)
+        return result
 
     def _sum_over_ranks(self) -> None:
-        own = Sums(self._loss, self._train_s, self.passes.agreeing, self.passes.replayed, self._metrics)
-        sums = own.over(self.ranks)
-        self._loss, self._train_s, self._metrics = sums.loss, sums.train_s, sums.metrics
+        own = self._tally
+        sums = Sums(own.loss, own.train_s, self.passes.agreeing, self.passes.replayed, own.metrics).over(self.ranks)
+        self._tally = Tally(sums.loss, sums.train_s, sums.metrics)
         self.passes.agreeing, self.passes.replayed = sums.agreeing, sums.replayed
 
     def _rebuild(self) -> None:
@@ -170,6 +130,11 @@ class Trainer:
         self._adapter = TrainAdapter.build(self.decoder, self._masters, self.spec)
 
     # ------------------------------------------------------------------ state
+
+    @property
+    def optimizer_step(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self._adam.steps
 
     @property
     def adapter(self) -> TrainAdapter:
@@ -186,17 +151,12 @@ class Trainer:
 
         No copies, as in `adapter_tensors`.
         """
-        state = {f"adapter/{name}": t for name, t in self.adapter_tensors().items()}
-        for name, master in self._masters.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if master in self._optimizer.state:
-                    state[f"optimizer/{key}/{name}"] = self._optimizer.state[master][key].detach()
-        return state
+        adapter = {f"adapter/{name}": t for name, t in self.adapter_tensors().items()}
+        return adapter | self._adam.state_tensors()
 
     def state(self) -> dict[str, int]:
         """The numbers that go with `state_tensors`."""
-        steps = [int(self._optimizer.state[m]["step"]) for m in self._masters.values() if m in self._optimizer.state]
-        return {"optimizer_step": self.optimizer_step, "adam_step": max(steps, default=0)}
+        return self._adam.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
         """Take back what `state_tensors` and `state` gave, bit for bit. Raises `ResumeError` naming what is missing."""
@@ -205,26 +165,11 @@ class Trainer:
             known = {n: m.shape for n, m in self._masters.items()}
             odd = sorted(n for n in adapter.keys() | known if n not in adapter or known.get(n) != adapter[n].shape)
             raise ResumeError(f"the checkpoint's adapter has other tensors than this run: {', '.join(odd[:4])}")
-        moments = self._moments(tensors) if state["adam_step"] > 0 else {}
+        self._adam.load_state(tensors, state)
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(adapter[name])
-        self._optimizer.state.clear()
-        for name, own in moments.items():
-            self._optimizer.state[self._masters[name]] = {"step": torch.tensor(float(state["adam_step"])), **own}
-        self.optimizer_step = state["optimizer_step"]
         self._rebuild()
-
-    def _moments(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Adam's state of every master, copied."""
-        moments: dict[str, dict[str, Tensor]] = {}
-        for name, master in self._masters.items():
-            keys = {key: f"optimizer/{key}/{name}" for key in ("exp_avg", "exp_avg_sq")}
-            wrong = [k for k in keys.values() if k not in tensors or tensors[k].shape != master.shape]
-            if wrong:
-                raise ResumeError(f"the checkpoint lacks optimizer state: {wrong[0]}")
-            moments[name] = {key: tensors[k].clone() for key, k in keys.items()}
-        return moments
 
     def memory_bytes(self) -> int:
         """Masters, gradient sums and Adam state (two moments)."""

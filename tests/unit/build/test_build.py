@@ -9,7 +9,8 @@ import pytest
 
 from support.runs import RunFiles, metric_rows, query
 from tithe.build import resume, train
-from tithe.build.hooks import PROBE_TOKENS, Publisher
+from tithe.build.hooks import Publisher
+from tithe.build.probing import PROBE_TOKENS
 from tithe.build.session import open_session
 from tithe.config import RunConfig, load_config
 from tithe.errors import ConfigError, NonFiniteError

@@ -1,0 +1,116 @@
+"""AdamW on float32 masters, the same step for adapters and whole models: clipping, schedule, what a resume needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tithe.errors import ResumeError
+from tithe.losses import LossMetrics, LossOutput, summarize
+from tithe.trainer.full_shard import copy_whole, whole
+from tithe.trainer.settings import TrainerSettings
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of every master, float32 in the master's shape."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `skipped` steps had a non-finite loss or gradient and changed nothing."""
+
+    metrics: dict[str, float]
+    skipped: bool
+
+
+@dataclass
+class Tally:
+    """What the micro-batches of one batch add up to. `train_s` is the time of their forward and backward."""
+
+    loss: float = 0.0
+    train_s: float = 0.0
+    metrics: list[LossMetrics] = field(default_factory=list)
+
+    def add(self, output: LossOutput, started_s: float) -> None:
+        """Count a micro-batch that was begun at `started_s` of `time.perf_counter`."""
+        self.metrics.append(output.metrics)
+        self.loss += float(output.loss.detach())
+        self.train_s += time.perf_counter() - started_s
+
+
+class Adam:
+    """AdamW over named masters, which `step` changes in place.
+
+    Masters may be shares of sharded tensors; every rank then calls the same methods in the same order.
+    """
+
+    def __init__(self, masters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
+        self._masters, self._settings = dict(masters), settings
+        self._adamw = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            foreach=False,  # one tensor at a time: no temporary copies of all moments at once
+        )
+        self.steps = 0
+        """Batches given to `step`, skipped ones included: the place in the schedule."""
+
+    def step(self, grads: Mapping[str, Tensor], tally: Tally) -> StepResult:
+        """One step on a batch's gradients, clipped by global norm (they are scaled in place); skipped when the loss or
+        the norm is not finite. A batch without micro-batches changes nothing."""
+        s = self._settings
+        norm = float(whole(torch.nn.utils.get_total_norm(list(grads.values()))))
+        finite = bool(np.isfinite(norm) and np.isfinite(tally.loss))
+        rate = s.rate(self.steps)
+        metrics = {"loss": tally.loss, "grad_norm": norm, "lr": rate, "train_compute_s": tally.train_s}
+        if tally.metrics:
+            metrics.update(summarize(tally.metrics))
+        if finite and tally.metrics:
+            scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
+            for name, grad in grads.items():
+                self._masters[name].grad = grad.mul_(scale)
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self.steps += 1
+        return StepResult(metrics, skipped=not finite)
+
+    # ------------------------------------------------------------------ state
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """``optimizer/exp_avg/…`` and ``optimizer/exp_avg_sq/…`` by master, whole; empty before the first step. No
+        copies on one rank: the next `step` changes them."""
+        return {
+            f"optimizer/{key}/{name}": whole(self._adamw.state[master][key].detach())
+            for name, master in self._masters.items()
+            for key in MOMENTS
+            if master in self._adamw.state
+        }
+
+    def state(self) -> dict[str, int]:
+        """The numbers that go with `state_tensors`."""
+        steps = [int(self._adamw.state[m]["step"]) for m in self._masters.values() if m in self._adamw.state]
+        return {"optimizer_step": self.steps, "adam_step": max(steps, default=0)}
+
+    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
+        """Take back (copies of) what `state_tensors` and `state` gave, bit for bit, on any number of ranks. Raises
+        `ResumeError` naming what is missing, and takes nothing then."""
+        keys = MOMENTS if state["adam_step"] > 0 else ()
+        wanted = {f"optimizer/{key}/{name}": m.shape for name, m in self._masters.items() for key in keys}
+        wrong = sorted(name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape)
+        if wrong:
+            raise ResumeError(f"the checkpoint lacks optimizer state: {', '.join(wrong[:4])}")
+        self._adamw.state.clear()
+        for name, master in self._masters.items() if keys else ():
+            own = {key: torch.zeros_like(master) for key in keys}
+            for key, moment in own.items():
+                copy_whole(moment, tensors[f"optimizer/{key}/{name}"])
+            self._adamw.state[master] = {"step": torch.tensor(float(state["adam_step"])), **own}
+        self.steps = state["optimizer_step"]
