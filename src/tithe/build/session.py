@@ -22,7 +22,7 @@ from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
 from tithe.losses import Aggregation, LossSettings
 from tithe.models import PAGE, KVPages, share_outer, split_experts, stack_experts
 from tithe.orchestration import Player, generate_with
-from tithe.rewards import RewardPool, build_reward
+from tithe.rewards import BUILT_IN, RewardPool, build_reward
 from tithe.trainer import FullTrainer, Trainer, TrainerSettings
 from tithe.types import PromptItem, SamplingParams
 
@@ -100,7 +100,7 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
         sys.path.append(str(Path.cwd()))  # a task's `module:function` may lie where a reward's may
     try:
         rewards.check()
-        task = load_task(cfg.task, needs_answer=cfg.reward.function == "math")
+        task = load_task(cfg.task, needs_answer=cfg.reward.function in BUILT_IN)
         base = open_base(cfg, say)
         closers.append(base.lane.close)
         cfg = base.cfg

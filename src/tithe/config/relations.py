@@ -103,6 +103,22 @@ def _rewards(cfg: RunSections) -> Iterator[_Problem]:
         yield "reward.right", f"{reward.right} must be more than reward.wrong = {reward.wrong}"
     if reward.right <= reward.unreadable:
         yield "reward.unreadable", f"{reward.unreadable} must be less than reward.right = {reward.right}"
+    for name in ("bounds", "clip"):
+        span = getattr(reward, name)
+        if span is not None and not span[0] < span[1]:
+            yield f"reward.{name}", f"[{span[0]:g}, {span[1]:g}]: give the lower end first"
+    if (reward.normalise == "bounds") != (reward.bounds is not None):
+        yield "reward.bounds", f"{reward.bounds} while reward.normalise = {reward.normalise}; give both, or neither"
+    if reward.normalise == "running" and cfg.rl.advantage_scale != "none":
+        remedy = "divides by each group's own deviation, which undoes it; set it to none, or leave reward.normalise out"
+        yield "rl.advantage_scale", f"{cfg.rl.advantage_scale} while reward.normalise = running: it {remedy}"
+    if reward.weights and reward.function in ("math", "symbolic_math"):
+        yield "reward.weights", f"{dict(reward.weights)} while {reward.function} has no named parts; remove it"
+    names = [part.name for part in reward.parts]
+    if len(set(names)) < len(names) or "answer" in names:
+        yield "reward.parts", f"the names {', '.join(names)} must differ from each other and from answer"
+    if any(part.function in ("math", "symbolic_math") for part in reward.parts):
+        yield "reward.parts", "math and symbolic_math belong in reward.function"
     if cfg.rl.reward_shaping == "none" and reward.format_rules:
         remedy = "remove them, or choose function_validation"
         yield (

@@ -18,7 +18,7 @@ def _reward_function(value: str) -> str:
     match = _FILE_FUNCTION.fullmatch(value)
     if match:
         return f"{absolute_path(match['file'])}:{match['name']}"
-    if value == "math" or _FUNCTION.fullmatch(value):
+    if value in ("math", "symbolic_math") or _FUNCTION.fullmatch(value):
         return value
     raise ValueError("is neither `math` nor a function")
 
@@ -89,26 +89,67 @@ class FormatRule(Section):
     """Added to the reward, once, when the pattern is found."""
 
 
+RewardFunction = Annotated[
+    str,
+    Field(json_schema_extra={"allowed": "math, symbolic_math, module:function, or path/file.py:function"}),
+    AfterValidator(_reward_function),
+]
+
+
+class RewardPart(Section):
+    """One more reward function, and how it enters the reward."""
+
+    name: str = Field(min_length=1, pattern=r"[A-Za-z_]\w*")
+    """Under which the pool keeps it."""
+
+    function: RewardFunction
+    """A Python function as in `reward.function`; its named parts are summed."""
+
+    kind: Literal["rule", "shaping", "model"] = "shaping"
+    """`rule`: a hard constraint, met when it gives more than 0. `shaping`: paid always, but not under
+    `rl.reward_shaping: none`. `model`: guidance, paid only where `reward.function` and every rule are met."""
+
+    weight: float = Field(default=1.0, ge=-1000, le=1000)
+    """Factor of what the function returns."""
+
+
+Bounds = Annotated[tuple[float, float], Field(json_schema_extra={"allowed": "[low, high]"}), as_tuple]
+
+
 class RewardSettings(Section):
     """How a completion is judged, in worker processes that can be killed."""
 
-    function: Annotated[
-        str,
-        Field(json_schema_extra={"allowed": "math, module:function, or path/file.py:function"}),
-        AfterValidator(_reward_function),
-    ] = "math"
-    """`math` reads a boxed, an "answer is", or the last number and compares it with the answer column. Otherwise a
-    Python function `f(item, text, **info)` that returns a number, named parts, or None to abstain; it runs with your
-    rights and is not sandboxed."""
+    function: RewardFunction = "math"
+    """`math` reads a boxed, an "answer is", or the last number and compares it with the answer column exactly: numbers,
+    fractions, lists. `symbolic_math` also compares formulas, sets, intervals, equations and matrices, by two graders
+    that must agree (extra `math`). Otherwise a Python function `f(item, text, **info)` that returns a number, named
+    parts, or None to abstain; it runs with your rights and is not sandboxed."""
+
+    weights: Annotated[dict[str, float], Field(json_schema_extra={"allowed": "{part: weight}"})] | None = None
+    """Factors of the named parts that `function` returns; a part that is not named counts 1. `null` takes the
+    function's own (`rewards.weighted`), if it states any."""
+
+    parts: Annotated[tuple[RewardPart, ...], as_tuple] = ()
+    """List of `{name, function, kind, weight}`: what is added to `function`'s reward, by its kind."""
+
+    normalise: Literal["none", "bounds", "running"] = "none"
+    """`bounds` maps the sum of all parts from `reward.bounds` to [-1, 1]. `running` divides rewards by the standard
+    deviation of all rewards trained on so far, when advantages are taken. The pool keeps what `bounds` made."""
+
+    bounds: Bounds | None = None
+    """Lowest and highest sum of all parts, for `normalise: bounds`; what lies outside is cut to them."""
+
+    clip: Bounds | None = None
+    """Lowest and highest reward, applied last."""
 
     right: float = Field(default=1.0, ge=-1000, le=1000)
-    """Reward of a right answer under `math`. More than `wrong`."""
+    """Reward of a right answer under the built-in functions. More than `wrong`."""
 
     wrong: float = Field(default=0.0, ge=-1000, le=1000)
-    """Reward of a readable but wrong answer under `math`."""
+    """Reward of a readable but wrong answer under the built-in functions."""
 
     unreadable: float = Field(default=-0.5, ge=-1000, le=1000)
-    """Reward of a completion without readable answer under `math`. Less than `right`."""
+    """Reward of a completion without readable answer under the built-in functions. Less than `right`."""
 
     format_rules: Annotated[tuple[FormatRule, ...], as_tuple] = ()
     """List of `{pattern, weight}`, added to the reward of any function."""

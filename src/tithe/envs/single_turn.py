@@ -73,4 +73,6 @@ def _rollout(
         reward_parts=result.record(),
         failure=failure,
         experts=completion.experts,
+        reward_reason=result.reason,
+        grader=result.grader,
     )

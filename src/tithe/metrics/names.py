@@ -47,6 +47,7 @@ METRICS: dict[str, MetricInfo] = {
     "reward_mean": MetricInfo("Mean reward"),
     "reward_std": MetricInfo("Reward, standard deviation"),
     "readable_rate": MetricInfo("Readable answers", "fraction"),
+    "abstained": MetricInfo("Rollouts without a verdict"),
     "truncated_frac": MetricInfo("Cut at the length limit", "fraction"),
     "completion_tokens_mean": MetricInfo("Completion length", "tokens"),
     "kl_mean": MetricInfo("KL to the reference", "nats/token"),

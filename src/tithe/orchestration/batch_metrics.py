@@ -11,20 +11,25 @@ from tithe.types import FinishReason, RolloutGroup
 
 
 def batch_metrics(groups: Sequence[RolloutGroup], serial: int) -> dict[str, float]:
-    """Rewards, lengths and ages of a batch that begins at `serial`. Failed rollouts count in no mean; a batch without
-    any scored rollout has no reward.
+    """Rewards, lengths and ages of a batch that begins at `serial`. Failed rollouts count in no mean; those on which
+    the grader abstained are counted and enter none of the rewards' numbers; a batch without scored rollouts has none.
 
     A group that was sampled by a version from before a resume may be ahead of the trainer: its age is 0.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.failure is None]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    scored = [rollout for rollout in rollouts if rollout.reward is not None]
+    rewards = [rollout.reward for rollout in scored if rollout.reward is not None]
     ages = [max(0, serial - group.min_serial) for group in groups]
     row = {"groups": float(len(groups)), "age_mean": float(np.mean(ages)), "age_max": float(max(ages))}
     if rewards:
-        row |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+        row |= {
+            "reward_mean": float(np.mean(rewards)),
+            "reward_std": float(np.std(rewards)),
+            "readable_rate": float(np.mean([is_readable(rollout) for rollout in scored])),
+        }
     if rollouts:
         row |= {
-            "readable_rate": float(np.mean([is_readable(rollout) for rollout in rollouts])),
+            "abstained": float(len(rollouts) - len(scored)),
             "truncated_frac": float(np.mean([rollout.finish is FinishReason.LENGTH for rollout in rollouts])),
             "completion_tokens_mean": float(np.mean([len(rollout.token_ids) for rollout in rollouts])),
         }

@@ -40,6 +40,7 @@ ROLLOUT_COLUMNS = (
     "text",
     *ARRAY_DTYPES,
     "experts",
+    "grader",
 )
 
 
@@ -73,7 +74,7 @@ def rollout_row(group_id: int, rollout: Rollout) -> tuple[Any, ...]:
         rollout.sample,
         None if rollout.reward is None else float(rollout.reward),
         json.dumps({name: float(value) for name, value in rollout.reward_parts.items()}),
-        failure.message if failure else None,
+        failure.message if failure else rollout.reward_reason or None,
         str(failure.cause) if failure else None,
         str(rollout.finish),
         len(rollout.token_ids),
@@ -83,6 +84,7 @@ def rollout_row(group_id: int, rollout: Rollout) -> tuple[Any, ...]:
         rollout.text,
         *(encode_array(getattr(rollout, name), dtype) for name, dtype in ARRAY_DTYPES.items()),
         _encode_experts(rollout.experts),
+        rollout.grader or None,
     )
 
 
@@ -116,6 +118,8 @@ def _read_rollout(row: sqlite3.Row) -> Rollout:
         reward_parts=json.loads(row["reward_parts"]),
         failure=None if cause is None else Failure(FailureCause(cause), row["reason"] or ""),
         experts=_decode_experts(row["experts"]),
+        reward_reason=(row["reason"] or "") if cause is None else "",
+        grader=row["grader"] or "",
     )
 
 

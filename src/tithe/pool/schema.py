@@ -12,7 +12,7 @@ The views `groups` and `rollouts` leave the arrays out:
 from __future__ import annotations
 
 APPLICATION_ID = 0x54495448  # "TITH", shown by file(1)
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 DDL = """
 CREATE TABLE pool_state (
@@ -51,7 +51,7 @@ CREATE TABLE rollout (
     sample          INTEGER NOT NULL,
     reward          REAL,              -- NULL: unscored, or the grader abstained
     reward_parts    TEXT    NOT NULL,  -- JSON object of numbers
-    reason          TEXT,              -- why there is no usable result
+    reason          TEXT,              -- why there is no usable result, or why the reward is what it is
     cause           TEXT,              -- FailureCause
     finish          TEXT    NOT NULL,
     n_tokens        INTEGER NOT NULL,
@@ -65,6 +65,7 @@ CREATE TABLE rollout (
     logp_behaviour  BLOB,
     serials         BLOB,
     experts         BLOB,
+    grader          TEXT,              -- who judged, with a version
     PRIMARY KEY (group_id, sample)
 );
 CREATE TABLE put_back (
@@ -86,7 +87,7 @@ SELECT g.group_id, g.prompt_id, g.state, g.lineage, g.admitted_serial, g.min_ser
 FROM rollout_group g LEFT JOIN rollout r USING (group_id) GROUP BY g.group_id;
 CREATE VIEW rollouts AS
 SELECT r.group_id, r.sample, g.prompt_id, g.state, g.batch_serial, r.reward, r.reward_parts, r.reason, r.cause,
-r.finish,
+       r.grader, r.finish,
        r.n_tokens, r.min_serial, r.max_serial, r.temperature, r.text
 FROM rollout r JOIN rollout_group g USING (group_id);
 """

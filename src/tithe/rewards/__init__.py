@@ -1,4 +1,5 @@
-"""What the policy is paid for: finding the answer in a text, comparing it exactly, users' own functions, format rules.
+"""What the policy is paid for: finding the answer in a text, comparing it exactly or by algebra, tool calls, users' own
+functions, format rules, and how these become one reward (docs/rewards.md).
 Judged in worker processes that are killed from outside when they take too long; a judge that fails abstains and never
 pays. Free of torch."""
 
@@ -7,16 +8,31 @@ from tithe.rewards.extraction import Answer, AnswerForm, extract_answer, find_an
 from tithe.rewards.functions import load_function
 from tithe.rewards.math_reward import Verdict, gold_answer, judge
 from tithe.rewards.pool import RewardPool
-from tithe.rewards.spec import FACT, FormatRule, RewardResult, RewardSpec, build_reward, is_readable, score_of
+from tithe.rewards.running import RunningScale
+from tithe.rewards.spec import (
+    BUILT_IN,
+    FACT,
+    FormatRule,
+    PartSpec,
+    RewardResult,
+    RewardSpec,
+    build_reward,
+    is_readable,
+    score_of,
+    weighted,
+)
 
 __all__ = [
+    "BUILT_IN",
     "FACT",
     "Answer",
     "AnswerForm",
     "FormatRule",
+    "PartSpec",
     "RewardPool",
     "RewardResult",
     "RewardSpec",
+    "RunningScale",
     "Verdict",
     "build_reward",
     "extract_answer",
@@ -27,4 +43,5 @@ __all__ = [
     "load_function",
     "same_answer",
     "score_of",
+    "weighted",
 ]

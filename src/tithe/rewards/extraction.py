@@ -10,6 +10,11 @@ Rules, in order (policies that field reports leave open are marked P):
 4. The last "answer is", "Answer:" or "Final Answer" phrase: its first number (after the last ``=`` of its sentence), or
    its words when it holds no number. A phrase with nothing after it was cut off: unreadable (P).
 5. The last number of the text, with its sign; a sign belongs to a number that nothing stands directly before (P).
+
+Where answers may be formulas, 4 takes the formula between ``$`` or ``\\(`` signs in that sentence, or the whole of it;
+and before 5 come the whole text, when it is one line without words, then the last formula between such signs. A line
+that holds LaTeX outside such signs is never cut down to a number: what follows its last ``=`` is the answer. An
+exclamation mark that ends a sentence outside such signs is no factorial (P).
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ class AnswerForm(enum.StrEnum):
     MARKER = "marker"
     PHRASE = "phrase"
     NUMBER = "number"
+    FORMULA = "formula"
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,24 @@ _NUMBER: Final = re.compile(
     r"|(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d{1,4}+(?!\w))?(?:\s?/\s?\d++(?![\d/]))?(?!\d|(?:st|nd|rd|th)\b)"
     r"|\.\d++"
 )
+_SPAN: Final = re.compile(
+    r"\$\$(?P<a>[^$]{1,1000}+)\$\$|(?<!\\)\$(?P<b>(?:[^$\n\\]|\\.){1,500}+)\$"
+    r"|\\\[(?P<c>(?:[^\\]|\\(?!\])){1,1000}+)\\\]|\\\((?P<d>(?:[^\\]|\\(?!\))){1,500}+)\\\)"
+)
+_COMMAND: Final = re.compile(r"\\[a-zA-Z]++|sqrt|arc(?:sin|cos|tan)|(?:sin|cos|tan)h|infinity")
+_WORD: Final = re.compile(
+    r"[^\W\d_]{4}|[^\W\d_]{2} [^\W\d_]{2}"
+    r"|(?<![^\W\d_])(?:is|so|we|it|of|to|be|in|at|as|the|get|are|for|has|not)(?![^\W\d_])",
+    re.IGNORECASE,
+)
+_PROSE: Final = re.compile(r"(?<![\\{^\W\d_])[^\W\d_]{2,}+[,:]?\s++")
+_LATEX: Final = re.compile(r"\\[a-zA-Z({\[]|[\^√]")
 _MINUS_SIGNS: Final = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
 _PLACEHOLDERS: Final = frozenset(
     {"", "...", "…", r"\ldots", r"\dots", "answer", "your answer", "final answer", r"\text{answer}"}
 )
 _MAX_PHRASE_CHARS: Final = 300
+_MAX_TAIL_CHARS: Final = 3000
 
 
 def extract_answer(text: str) -> str | None:
@@ -72,8 +91,8 @@ def extract_answer(text: str) -> str | None:
     return None if answer is None else answer.text
 
 
-def find_answer(text: str) -> Answer | None:
-    """As `extract_answer`, with the form in which the answer was found."""
+def find_answer(text: str, *, formulas: bool = False) -> Answer | None:
+    """As `extract_answer`, with the form in which the answer was found; `formulas` by the rules for these."""
     visible = text.rpartition("</think>")[2].partition("<think>")[0]
     boxes, is_cut_off = _boxes(visible)
     if is_cut_off:
@@ -84,7 +103,7 @@ def find_answer(text: str) -> Answer | None:
             return Answer(content, AnswerForm.BOX)
     if boxes:
         visible = visible[boxes[-1][1] + 1 :]
-    return _unboxed(visible.translate(_MINUS_SIGNS))
+    return (_unboxed_formula if formulas else _unboxed)(visible.translate(_MINUS_SIGNS))
 
 
 def _boxes(text: str) -> tuple[list[tuple[int, int]], bool]:
@@ -147,6 +166,50 @@ def _from_phrase(rest: str) -> Answer | None:
     if number is not None:
         return Answer(_signed(value, number), AnswerForm.PHRASE)
     return Answer(sentence, AnswerForm.PHRASE)
+
+
+def _unboxed_formula(text: str) -> Answer | None:
+    marker = _last(_MARKER, text)
+    if marker is not None:
+        value = marker[1].strip()
+        if value and (marker[2] is not None or _NUMBER.fullmatch(value.lstrip("+-$ ").rstrip(". "))):
+            return Answer(value, AnswerForm.MARKER)
+    phrase = _last(_PHRASE, text)
+    if phrase is not None:
+        return _formula_from_phrase(text[phrase.end() : phrase.end() + _MAX_PHRASE_CHARS])
+    line = text.strip()
+    if "\n" not in line and len(line) <= _MAX_PHRASE_CHARS and not _WORD.search(_COMMAND.sub(" ", line)):
+        return Answer(line, AnswerForm.FORMULA) if line else None
+    spans = [match for match in _SPAN.finditer(text[-_MAX_TAIL_CHARS:]) if match.group(match.lastgroup or 0).strip()]
+    if spans:
+        return Answer(spans[-1].group(spans[-1].lastgroup or 0).strip(), AnswerForm.FORMULA)
+    last_line = line.rpartition("\n")[2]
+    if _LATEX.search(last_line):
+        value = _PROSE.split(last_line[-_MAX_PHRASE_CHARS:].rpartition("=")[2])[-1].strip(" .,;")
+        return Answer(value, AnswerForm.FORMULA) if value and r"\boxed" not in value else None
+    number = _last_number(text)
+    return None if number is None else Answer(number, AnswerForm.NUMBER)
+
+
+def _formula_from_phrase(rest: str) -> Answer | None:
+    """The formula, or else the words, of the sentence that follows "the answer is"."""
+    first = _SPAN.match(rest.lstrip(" *_:\n"))
+    if first is not None:
+        return Answer(first.group(first.lastgroup or 0).strip(), AnswerForm.FORMULA)
+    end = _SENTENCE_END.search(rest)
+    sentence = rest[: end.start()] if end else rest
+    spans = list(_SPAN.finditer(sentence))
+    if len(spans) == 1:
+        return Answer(spans[0].group(spans[0].lastgroup or 0).strip(), AnswerForm.FORMULA)
+    sentence = re.sub(r"[*`\"]{2}|[`\"]", "", sentence).strip(" \t,;:*")
+    return Answer(sentence, AnswerForm.PHRASE) if sentence else None
+
+
+def number_in(sentence: str) -> str | None:
+    """The first number after the last ``=`` of a sentence of words; None when there is none, or LaTeX round it."""
+    value = sentence.rpartition("=")[2]
+    number = None if _LATEX.search(value) else _NUMBER.search(value)
+    return None if number is None else _signed(value, number)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

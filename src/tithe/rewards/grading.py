@@ -1,20 +1,24 @@
-"""Judges one text: the math reward or a user's function, plus the format rules. Runs inside a worker, and in the main
-process for what is linear and calls nobody's code."""
+"""Judges one text: a built-in function or a user's, further parts, format rules. Runs inside a worker; what is linear
+and calls nobody's code also runs in the main process (`grade_at_once`)."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import math
 import numbers
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from tithe.errors import ConfigError
+from tithe.rewards.composition import Contribution, compose
 from tithe.rewards.functions import load_function
 from tithe.rewards.math_reward import Verdict, judge
-from tithe.rewards.spec import KEY, RewardResult, RewardSpec
+from tithe.rewards.spec import BUILT_IN, KEY, MATH, SYMBOLIC_MATH, RewardResult, RewardSpec
+from tithe.rewards.symbolic import Judgement, preload, verify, verify_plain
 
 if TYPE_CHECKING:  # numpy is not needed to judge
     from tithe.types import PromptItem
@@ -23,59 +27,151 @@ if TYPE_CHECKING:  # numpy is not needed to judge
 INFO_NAMES = ("finish", "token_ids")
 """What a function may ask for beside the item and the text: why the completion ended, and its token ids."""
 
+REASON: Final = "reason"
+"""Name under which a function may return a few words beside its parts."""
+
+VERSIONS: Final = {MATH: "2", SYMBOLIC_MATH: "1"}
+"""Raised whenever a verdict of a built-in function can change; kept with every rollout that it judged."""
+
+_REASONS: Final = {
+    Verdict.RIGHT: "equal to the answer",
+    Verdict.WRONG: "unequal to the answer",
+    Verdict.UNREADABLE: "no answer is found",
+    Verdict.NO_GOLD: "the question has no readable answer",
+}
+
 
 class Grader:
     """Judges by one spec. Not thread-safe (it owns an event loop for async functions).
 
-    Construction imports the user's module and raises `ConfigError` when that fails. `grade` raises `ConfigError` when
-    the function returns something that is no reward, and whatever else the function raises.
+    Construction imports the users' modules and raises `ConfigError` when that fails. `grade` raises `ConfigError` when
+    a function returns something that is no reward, and whatever else a function raises.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
         self._spec = spec
         self._rules = [(re.compile(rule.pattern), rule.weight) for rule in spec.format_rules]
-        self._runner: asyncio.Runner | None = None
-        self._function: Callable[..., Any] | None = None
-        if spec.function != "math":
-            self._function = load_function(spec.function, KEY)
-            self._accepted = _accepted_names(self._function, spec.function)
+        self._runner = _Runner()
+        self._main = None if spec.function in BUILT_IN else _Function(spec.function, spec.weights, self._runner)
+        self._parts = {part.name: _Function(part.function, {}, self._runner) for part in spec.parts}
+        self.version = _version(spec) if self._main is None else self._main.version
+        if spec.function == SYMBOLIC_MATH:
+            preload()
 
     def grade(self, item: PromptItem, text: str, info: Mapping[str, Any]) -> RewardResult:
         """Judge `text` as an answer to `item`. `info` reaches a user's function as far as that names it."""
         facts: dict[str, float] = {}
-        if self._function is None:
-            verdict = judge(item.answer, text)
-            if verdict is Verdict.NO_GOLD:
-                return RewardResult(None, reason="the question has no readable answer")
-            parts = {"answer": self._worth(verdict)}
-            facts = {"right": float(verdict is Verdict.RIGHT), "readable": float(verdict is not Verdict.UNREADABLE)}
+        reason = ""
+        if self._main is None:
+            judged = _judge(self._spec, item, text)
+            if isinstance(judged, RewardResult):
+                return judged
+            main, facts, reason = judged
         else:
-            parts = self._by_function(self._function, item, text, info)
+            parts, reason = self._main(item, text, info)
             if not parts:
-                return RewardResult(None, reason=f"{self._spec.function} abstained")
+                why = reason or f"{self._spec.function} abstained"
+                return RewardResult(None, reason=why, grader=self.version)
+            main = Contribution("rule", parts, math.fsum(parts.values()) > 0)
+        contributions = {"": main}
+        for part in self._spec.parts:
+            given, why = self._parts[part.name](item, text, info)
+            if not given:
+                return RewardResult(None, reason=why or f"{part.function} abstained", grader=self.version)
+            value = math.fsum(given.values())
+            contributions[part.name] = Contribution(part.kind, {part.name: part.weight * value}, value > 0)
         for number, (pattern, weight) in enumerate(self._rules, start=1):
-            parts[f"format.{number}"] = weight if pattern.search(text) else 0.0
-        return RewardResult(math.fsum(parts.values()), parts, facts)
+            found = {f"format.{number}": weight if pattern.search(text) else 0.0}
+            contributions[f"format.{number}"] = Contribution("shaping", found)
+        return compose(self._spec, contributions, facts=facts, reason=reason, grader=self.version)
 
-    def _worth(self, verdict: Verdict) -> float:
-        spec = self._spec
-        return {Verdict.RIGHT: spec.right, Verdict.WRONG: spec.wrong}.get(verdict, spec.unreadable)
 
-    def _by_function(
-        self, function: Callable[..., Any], item: PromptItem, text: str, info: Mapping[str, Any]
-    ) -> dict[str, float]:
-        """Named parts; none for an abstention."""
+def grade_at_once(spec: RewardSpec, item: PromptItem, text: str) -> RewardResult | None:
+    """The result where it is linear in the text and calls nobody's code; None for all else. From any thread."""
+    if not spec.is_simple:
+        return None
+    if spec.function == SYMBOLIC_MATH:
+        judgement = verify_plain(item.answer, text)
+        if judgement is None:
+            return None
+        judged = _verdict(spec, judgement)
+    else:
+        judged = _judge(spec, item, text)
+    if isinstance(judged, RewardResult):
+        return judged
+    main, facts, reason = judged
+    return compose(spec, {"": main}, facts=facts, reason=reason, grader=_version(spec))
+
+
+def _judge(spec: RewardSpec, item: PromptItem, text: str) -> RewardResult | tuple[Contribution, dict[str, float], str]:
+    """The verdict of a built-in function."""
+    if spec.function == SYMBOLIC_MATH:
+        return _verdict(spec, verify(item.answer, text))
+    verdict = judge(item.answer, text)
+    return _verdict(spec, Judgement(verdict, _REASONS[verdict]))
+
+
+def _verdict(spec: RewardSpec, judgement: Judgement) -> RewardResult | tuple[Contribution, dict[str, float], str]:
+    """What a verdict is worth; an abstention is a result of its own."""
+    verdict = judgement.verdict
+    if verdict in (Verdict.NO_GOLD, Verdict.UNDECIDED):
+        return RewardResult(None, reason=judgement.reason, grader=_version(spec))
+    is_right = verdict is Verdict.RIGHT
+    worth = spec.right if is_right else spec.wrong if verdict is Verdict.WRONG else spec.unreadable
+    facts = {"right": float(is_right), "readable": float(verdict is not Verdict.UNREADABLE)}
+    return Contribution("rule", {"answer": worth}, is_right), facts, judgement.reason
+
+
+def _version(spec: RewardSpec) -> str:
+    return f"{spec.function}@{VERSIONS[spec.function]}"
+
+
+class _Runner:
+    """One event loop for all async functions of a worker, made when the first needs it."""
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+
+    def __call__(self, awaitable: Any) -> Any:
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(_await(awaitable))
+
+
+class _Function:
+    """A user's function, checked: it returns a number, named parts, or None."""
+
+    def __init__(self, reference: str, weights: Mapping[str, float], runner: _Runner) -> None:
+        self._reference = reference
+        self._runner = runner
+        self._function = load_function(reference, KEY)
+        self._accepted = _accepted_names(self._function, reference)
+        self._weights: Mapping[str, float] = weights or getattr(self._function, "weights", {})
+        self.version = f"{reference}@{_digest(self._function)}"
+
+    def __call__(self, item: PromptItem, text: str, info: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+        """Named parts times their weights, none for an abstention; and the reason, if it states one."""
         if self._accepted is not None:
             info = {name: value for name, value in info.items() if name in self._accepted}
-        returned = function(item, text, **info)
+        returned = self._function(item, text, **info)
         if inspect.isawaitable(returned):
-            self._runner = self._runner or asyncio.Runner()
-            returned = self._runner.run(_await(returned))
+            returned = self._runner(returned)
+        reason = ""
+        if isinstance(returned, Mapping) and isinstance(returned.get(REASON), str):
+            reason = returned[REASON]
+            returned = {name: value for name, value in returned.items() if name != REASON} or None
         if returned is None:
-            return {}
+            return {}, reason
         if isinstance(returned, Mapping) and returned:
-            return {self._name(name): self._number(value, f"part {name!r}") for name, value in returned.items()}
-        return {"reward": self._number(returned, "the result")}
+            parts = {self._name(name): self._number(value, f"part {name!r}") for name, value in returned.items()}
+            unknown = [name for name in self._weights if name not in parts]
+            if unknown:
+                raise ConfigError(
+                    f"reward.weights names the part {unknown[0]!r}, which {self._reference} does not return; it "
+                    f"returns {', '.join(parts)}",
+                    "reward.weights",
+                )
+            return {name: self._weights.get(name, 1.0) * value for name, value in parts.items()}, reason
+        return {"reward": self._number(returned, "the result")}, reason
 
     def _name(self, name: object) -> str:
         if not isinstance(name, str):
@@ -92,10 +188,20 @@ class Grader:
 
     def _breach(self, returned: str) -> ConfigError:
         return ConfigError(
-            f"reward function {self._spec.function} returned {returned}; it is called once per completion and returns "
-            "one finite number (not a boolean), a mapping of part names to numbers, or None to abstain",
+            f"reward function {self._reference} returned {returned}; it is called once per completion and returns "
+            f"one finite number (not a boolean), a mapping of part names to numbers (and {REASON!r} to a text), or "
+            "None to abstain",
             KEY,
         )
+
+
+def _digest(function: Callable[..., Any]) -> str:
+    """Eight digits of the SHA-256 of the file that defines a function: its version."""
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(function))
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8] if path else "unknown"
+    except (TypeError, OSError):  # a built-in, or an object with a __call__
+        return "unknown"
 
 
 async def _await(awaitable: Any) -> Any:

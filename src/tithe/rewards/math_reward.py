@@ -10,12 +10,14 @@ from tithe.rewards.extraction import AnswerForm, find_answer
 
 
 class Verdict(enum.StrEnum):
-    """What became of one answer. NO_GOLD is an abstention: the question itself has no readable answer."""
+    """What became of one answer. NO_GOLD and UNDECIDED are abstentions: the question itself has no readable answer, or
+    the graders do not agree."""
 
     RIGHT = "right"
     WRONG = "wrong"
     UNREADABLE = "unreadable"
     NO_GOLD = "no_gold"
+    UNDECIDED = "undecided"
 
 
 def judge(gold: str | None, text: str) -> Verdict:

@@ -4,7 +4,8 @@
                               │  clock starts here     │             waits for: the worker's reply or the time limit
                               ◀──── reply, or kill ────┘             unblocked by: reply, time limit, death, close()
 
-What is linear and calls nobody's code (the math reward without format rules) is judged in the calling thread.
+What is linear and calls nobody's code (numbers under the built-in functions, without format rules or further parts) is
+judged in the calling thread.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from tithe.errors import ConfigError, DataError, Failure, FailureCause
-from tithe.rewards.grading import Grader
+from tithe.rewards.grading import grade_at_once
 from tithe.rewards.process import GRACE_S, WorkerProcess
-from tithe.rewards.spec import KEY, RewardResult, RewardSpec
+from tithe.rewards.spec import KEY, MATH, SYMBOLIC_MATH, RewardResult, RewardSpec
+from tithe.rewards.symbolic import require
 from tithe.rewards.wire import pack
 
 if TYPE_CHECKING:  # only attributes of an item are read here
@@ -63,7 +66,9 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._memory_mib = memory_mib
         self._log_path = log_path
-        self._grader = Grader(spec) if in_process and spec.is_plain_math else None
+        self._in_process = in_process and spec.is_simple
+        if spec.function == SYMBOLIC_MATH:
+            require()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -78,15 +83,19 @@ class RewardPool:
     def submit(self, item: PromptItem, text: str, info: Mapping[str, Any] | None = None) -> Future[RewardResult]:
         """As `score`, for threads: never blocks on a worker. Raises `DataError` for a row that JSON cannot carry."""
         future: Future[RewardResult] = Future()
-        if self._grader is not None and len(text) <= _MAX_IN_PROCESS_CHARS:
-            self._finish(future, self._grader.grade(item, text, info or {}))
+        result = None
+        began_s = time.perf_counter()
+        if self._in_process and len(text) <= _MAX_IN_PROCESS_CHARS:
+            result = grade_at_once(self._spec, item, text)
+        if result is not None:
+            self._finish(future, result, began_s)
         else:
             self._queue(_Job(_payload(item, text, info or {}), future))
         return future
 
     def check(self) -> None:
         """Start a worker and load the function, as early proof. Raises `ConfigError`; blocks until it is loaded."""
-        if self._grader is None:
+        if not (self._in_process and self._spec.function == MATH):
             future: Future[RewardResult] = Future()
             self._queue(_Job(None, future))
             future.result()
@@ -138,17 +147,19 @@ class RewardPool:
             if self._is_closed:
                 self._finish(job.future, _closed())
                 continue
+            began_s = time.perf_counter()
             try:
                 if worker is not None and not worker.is_alive():
                     self._retire(worker)
                     worker = None
                 worker = worker or self._start()
+                began_s = time.perf_counter()
                 reply = {} if job.payload is None else worker.ask(job.payload, self._timeout_s)
-                self._settle(job.future, reply)
+                self._settle(job.future, reply, began_s)
             except ConfigError as error:
                 job.future.set_exception(error)
             except (TimeoutError, EOFError, OSError) as error:
-                self._finish(job.future, self._lost(worker, error))
+                self._finish(job.future, self._lost(worker, error), began_s)
                 worker = None
         if worker is not None:
             self._retire(worker)
@@ -184,22 +195,27 @@ class RewardPool:
             self._counts[count] += 1
         return RewardResult(None, reason=failure.message, failure=failure)
 
-    def _settle(self, future: Future[RewardResult], reply: Mapping[str, Any]) -> None:
+    def _settle(self, future: Future[RewardResult], reply: Mapping[str, Any], began_s: float) -> None:
         """Turn a worker's reply into the future's result."""
         if "breach" in reply:
             future.set_exception(ConfigError(reply["breach"], KEY))
         elif "failed" in reply:
             failure = Failure(FailureCause.REWARD, reply["failed"])
-            self._finish(future, RewardResult(None, reason=failure.message, failure=failure))
+            self._finish(future, RewardResult(None, reason=failure.message, failure=failure), began_s)
         elif not reply:
             future.set_result(RewardResult(None))
         else:
-            self._finish(future, RewardResult(reply["value"], reply["parts"], reply["facts"], reply["reason"]))
+            result = RewardResult(
+                reply["value"], reply["parts"], reply["facts"], reply["reason"], grader=reply["grader"]
+            )
+            self._finish(future, result, began_s)
 
-    def _finish(self, future: Future[RewardResult], result: RewardResult) -> None:
+    def _finish(self, future: Future[RewardResult], result: RewardResult, began_s: float | None = None) -> None:
         with self._lock:
             self._counts["abstained" if result.value is None else "scored"] += 1
             self._counts["failed"] += result.failure is not None
+        if began_s is not None:
+            result = replace(result, seconds=time.perf_counter() - began_s)
         future.set_result(result)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tithe.errors import Failure
 
@@ -26,24 +26,48 @@ class FormatRule:
     weight: float
 
 
+MATH, SYMBOLIC_MATH = "math", "symbolic_math"
+
+BUILT_IN = (MATH, SYMBOLIC_MATH)
+"""Functions that compare with the answer column and give verdicts, which `right`, `wrong` and `unreadable` pay."""
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """One more function beside the main one. `kind`: a `rule` is a hard constraint, met when it gives more than 0;
+    `shaping` is paid always; `model` is guidance, paid only where the main function and every rule are met."""
+
+    name: str
+    function: str
+    kind: Literal["rule", "shaping", "model"] = "shaping"
+    weight: float = 1.0
+
+
 @dataclass(frozen=True)
 class RewardSpec:
-    r"""Which function judges, and what its verdicts are worth.
+    r"""Which functions judge, and what their verdicts are worth.
 
-    >>> RewardSpec(format_rules=(FormatRule(r"\\boxed", 0.1),)).is_plain_math
+    `bounds` maps the sum of all parts from this range to [-1, 1]; `clip` cuts what comes out.
+
+    >>> RewardSpec(format_rules=(FormatRule(r"\\boxed", 0.1),)).is_simple
     False
     """
 
-    function: str = "math"
+    function: str = MATH
     right: float = 1.0
     wrong: float = 0.0
     unreadable: float = -0.5
     format_rules: tuple[FormatRule, ...] = ()
+    parts: tuple[PartSpec, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
+    bounds: tuple[float, float] | None = None
+    clip: tuple[float, float] | None = None
 
     @property
-    def is_plain_math(self) -> bool:
-        """Whether judging is linear in the text and calls nobody's code, so that it may run in this process."""
-        return self.function == "math" and not self.format_rules
+    def is_simple(self) -> bool:
+        """Whether judging calls nobody's code and searches nobody's pattern: what of it is linear in the text may run
+        in this process."""
+        return self.function in BUILT_IN and not self.format_rules and not self.parts
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""
@@ -52,15 +76,20 @@ class RewardSpec:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RewardSpec:
         """The inverse of `to_json`."""
-        scalars: dict[str, Any] = {name: value for name, value in values.items() if name != "format_rules"}
-        return cls(**scalars, format_rules=tuple(FormatRule(**rule) for rule in values["format_rules"]))
+        read = dict(values)
+        read["format_rules"] = tuple(FormatRule(**rule) for rule in values["format_rules"])
+        read["parts"] = tuple(PartSpec(**part) for part in values["parts"])
+        for name in ("bounds", "clip"):
+            read[name] = None if values[name] is None else tuple(values[name])
+        return cls(**read)
 
 
 @dataclass(frozen=True)
 class RewardResult:
     """One judgement. `value` is the sum of `parts`, or None for an abstention, which is never paid and never counted in
     a baseline: `reason` says why, and `failure` is set when the judge failed rather than declined. `facts` are recorded
-    beside the parts and not paid: `right` and `readable` (0 or 1) under the math reward.
+    beside the parts and not paid: `right` and `readable` (0 or 1) under the built-in functions, `raw` (the sum of the
+    parts) where that was mapped or cut, `unpaid.NAME` for guidance withheld. `grader` names who judged, with a version.
 
     >>> RewardResult(1.1, {"answer": 1.0, "format.1": 0.1}, {"right": 1.0, "readable": 1.0}).record()
     {'answer': 1.0, 'format.1': 0.1, 'fact.right': 1.0, 'fact.readable': 1.0}
@@ -71,25 +100,52 @@ class RewardResult:
     facts: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     failure: Failure | None = None
+    grader: str = ""
+    seconds: float = 0.0
+    """How long judging took, counted from its start."""
 
     def record(self) -> dict[str, float]:
         """Parts and facts in one mapping, as a rollout keeps them."""
         return {**self.parts, **{FACT + name: value for name, value in self.facts.items()}}
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def weighted(**weights: float) -> Callable[[_Function], _Function]:
+    """Say what the named parts of a reward function are worth: its reward is the sum of weight times part, and 1 is the
+    weight of a part that is not named. `reward.weights` of a run takes precedence.
+
+    >>> weighted(brevity=0.1)(lambda item, text: {"right": 1.0, "brevity": 0.5}).weights
+    {'brevity': 0.1}
+    """
+
+    def mark(function: _Function) -> _Function:
+        function.__dict__["weights"] = dict(weights)
+        return function
+
+    return mark
+
+
 def build_reward(
     settings: RewardSettings, shaping: Literal["function_validation", "none"] = "function_validation"
 ) -> RewardSpec:
     """The spec of a configuration's `reward` section under `rl.reward_shaping`; without shaping an unreadable answer is
-    worth what a wrong one is, and format rules add nothing. The function itself is loaded by the workers, not here."""
+    worth what a wrong one is, and format rules and shaping parts add nothing. The functions
+    themselves are loaded by the workers, not here."""
     shaped = shaping == "function_validation"
     rules = tuple(FormatRule(rule.pattern, rule.weight) for rule in settings.format_rules)
+    parts = tuple(PartSpec(part.name, part.function, part.kind, part.weight) for part in settings.parts)
     return RewardSpec(
         function=settings.function,
         right=settings.right,
         wrong=settings.wrong,
         unreadable=settings.unreadable if shaped else settings.wrong,
         format_rules=rules if shaped else (),
+        parts=tuple(part for part in parts if shaped or part.kind != "shaping"),
+        weights=dict(settings.weights or {}),
+        bounds=settings.bounds if settings.normalise == "bounds" else None,
+        clip=settings.clip,
     )
 
 

@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import Any
 
-from tithe.errors import ConfigError, FailureCause, boundary
+from tithe.errors import ConfigError, FailureCause, UserError, boundary
 from tithe.rewards.grading import Grader
 from tithe.rewards.spec import RewardSpec
 from tithe.rewards.wire import pack, receive, send
@@ -73,8 +73,14 @@ def _reply(grader: Grader, job: dict[str, Any]) -> dict[str, Any]:
         item = PromptItem(**job["item"])
         try:
             result = grader.grade(item, job["text"], job["info"])
-        except ConfigError as wrong:
+        except UserError as wrong:
             return {"breach": str(wrong)}
-        return {"value": result.value, "parts": result.parts, "facts": result.facts, "reason": result.reason}
+        return {
+            "value": result.value,
+            "parts": result.parts,
+            "facts": result.facts,
+            "reason": result.reason,
+            "grader": result.grader,
+        }
     assert slot.failure is not None
     return {"failed": slot.failure.message}

@@ -127,7 +127,8 @@ class Rollout:
     """One finished completion with everything training needs. Arrays have shape [T].
 
     `loss_mask` is True on tokens the model wrote; `reward` is None while unscored or when the grader abstained;
-    `failure` says why there is no usable result.
+    `failure` says why there is no usable result. `grader` names who judged, with a version, and `reward_reason` says
+    in a few words why the reward is what it is.
     """
 
     sample: int
@@ -144,6 +145,8 @@ class Rollout:
     failure: Failure | None = None
     experts: ExpertArray | None = None
     """As `Completion.experts`: what training replays."""
+    reward_reason: str = ""
+    grader: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -363,6 +363,6 @@ def test_the_spec_follows_the_configuration():
     spec = build_reward(settings)
     assert (spec.right, spec.format_rules) == (3.0, (FormatRule("x", 0.5),))
     assert RewardSpec.from_json(spec.to_json()) == spec
-    assert not spec.is_plain_math
+    assert not spec.is_simple
     bare = build_reward(settings, shaping="none")
-    assert (bare.unreadable, bare.format_rules, bare.is_plain_math) == (bare.wrong, (), True)
+    assert (bare.unreadable, bare.format_rules, bare.is_simple) == (bare.wrong, (), True)
