@@ -10,11 +10,12 @@ from pathlib import Path
 from tithe.advantages import batch_advantages
 from tithe.build.hooks import Evaluator, Saver, make_publisher, train_hooks
 from tithe.build.record import RunRecord
-from tithe.build.session import Session
-from tithe.config import RunConfig
+from tithe.build.session import Session, trainer_settings
+from tithe.config import RunConfig, schedule_of
 from tithe.metrics import FanOut, JsonlSink, RowKind, TensorBoardSink, read_rows, row_kind
 from tithe.monitoring import AlarmRules, Alarms, ProgressView
 from tithe.orchestration import (
+    GroupSizes,
     Learner,
     RolloutCounters,
     RolloutLoop,
@@ -30,6 +31,7 @@ from tithe.orchestration import (
 from tithe.pool import Checkpoint, Pool, PoolReader
 from tithe.rewards import RunningScale
 from tithe.staleness import Bounds
+from tithe.trainer import TrainerSettings
 from tithe.types import MetricSink, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
@@ -68,6 +70,7 @@ def train_and_roll(
                 lane=session.base.lane,
                 control=control,
                 advantages=lambda groups: batch_advantages(scaled(groups), cfg.rl.advantage_scale),
+                settings_at=_settings_at(cfg),
             ),
             served=served,
             control=control,
@@ -112,6 +115,14 @@ def _bounds(cfg: RunConfig) -> Bounds:
     )
 
 
+def _settings_at(cfg: RunConfig) -> Callable[[int], TrainerSettings] | None:
+    """The trainer's settings by batch, where a schedule changes them."""
+    schedule = schedule_of(cfg)
+    if len(schedule.values) == 1:
+        return None
+    return lambda serial: trainer_settings(cfg, schedule.at(serial))
+
+
 def _rollout_plan(session: Session) -> RolloutPlan:
     cfg = session.cfg
     return RolloutPlan(
@@ -120,6 +131,10 @@ def _rollout_plan(session: Session) -> RolloutPlan:
         buffer=cfg.rl.rollout_buffer_size,
         max_running=cfg.engine.max_running,
         failed_batches=cfg.monitor.failure_batches_alarm,
+        schedule=schedule_of(cfg),
+        sizes=GroupSizes(cfg.schedule.adaptive_samples, cfg.schedule.min_samples, cfg.schedule.max_samples)
+        if cfg.schedule.adaptive_samples
+        else GroupSizes(),
     )
 
 

@@ -22,7 +22,7 @@ from tithe.lora import save_adapter
 from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import StopReason, TrainOutcome
-from tithe.pool import Checkpoint, Pool, PromptSource
+from tithe.pool import Checkpoint, Curriculum, Pool, PromptSource
 from tithe.trainer import FullTrainer
 from tithe.utils.durable import explain, remove_directory, write_text
 from tithe.weight_sync import DirectoryChannel, read_manifest
@@ -91,10 +91,21 @@ def _begin(stack: ExitStack, session: Session, run_dir: Path) -> Pool:
         undo.callback(_remove_if_empty, run_dir)
         pool = stack.enter_context(Pool.create(run_dir / POOL_FILE, cfg.run.name))
         undo.callback(_remove_pool, run_dir)
-        pool.bind_prompts(PromptSource(list(session.items()), cfg.run.seed))
+        _bind_prompts(pool, session)
         write_text(run_dir / CONFIG_FILE, dump_resolved(cfg))
         undo.pop_all()
     return pool
+
+
+def _bind_prompts(pool: Pool, session: Session) -> None:
+    schedule = session.cfg.schedule
+    curriculum = Curriculum(
+        rest_batches=schedule.rest_batches,
+        rest_below=schedule.rest_below,
+        rest_above=schedule.rest_above,
+        is_weighted=schedule.prompt_weights == "pass_rate",
+    )
+    pool.bind_prompts(PromptSource(list(session.items()), session.cfg.run.seed), curriculum=curriculum)
 
 
 def _remove_if_empty(run_dir: Path) -> None:
@@ -111,7 +122,7 @@ def _reopen(stack: ExitStack, session: Session, run_dir: Path) -> tuple[Pool, Ch
     """Take over a run's pool, rewound to its newest complete checkpoint, and keep the configuration it goes on with."""
     pool = stack.enter_context(Pool.open(run_dir / POOL_FILE))
     _check_base(session, run_dir)
-    pool.bind_prompts(PromptSource(list(session.items()), session.cfg.run.seed))
+    _bind_prompts(pool, session)
     start = _rewind(session, run_dir, pool)
     write_text(run_dir / CONFIG_FILE, dump_resolved(session.cfg))
     return pool, start

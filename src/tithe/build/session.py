@@ -14,7 +14,7 @@ from torch import Tensor
 from tithe.build.base import Base, open_base
 from tithe.build.full import copied_engine, full_trainer
 from tithe.build.origin import origin_problem
-from tithe.config import RunConfig
+from tithe.config import PhaseValues, RunConfig, schedule_of
 from tithe.engines import CopiedEngine, SharedEngine
 from tithe.envs import EncodedPrompts, SingleTurnEnv, Task, encode_prompts, load_task
 from tithe.errors import AdapterError, ConfigError
@@ -153,24 +153,26 @@ def sampling_params(cfg: RunConfig, base: Base) -> SamplingParams:
     )
 
 
-def trainer_settings(cfg: RunConfig) -> TrainerSettings:
-    """The trainer's part of a configuration."""
+def trainer_settings(cfg: RunConfig, phase: PhaseValues | None = None) -> TrainerSettings:
+    """The trainer's part of a configuration in a phase of its schedule; without one, with the KL coefficient of the
+    phase that has most, which decides whether the trainer needs a reference at all."""
     rl, o = cfg.rl, cfg.optimizer
+    phase = phase or max(schedule_of(cfg).values, key=lambda values: values.kl_coef)
     in_loss = rl.kl_placement == "loss"
     loss = LossSettings(
         aggregation=Aggregation(rl.aggregation),
         clip_range=rl.clip_range,
         clip_range_high=rl.clip_range_high,
-        kl_coef=rl.kl_coef if in_loss else 0.0,
+        kl_coef=phase.kl_coef if in_loss else 0.0,
         entropy_coef=rl.entropy_coef,
     )
     return TrainerSettings(
         algorithm=rl.algorithm,
         loss=loss,
         norm_tokens=cfg.rollout.max_new_tokens,
-        kl_coef=rl.kl_coef,
+        kl_coef=phase.kl_coef,
         kl_placement=rl.kl_placement,
-        lr=o.lr,
+        lr=phase.lr,
         beta1=o.beta1,
         beta2=o.beta2,
         eps=o.eps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tithe.config.phases import phase_problems
 from tithe.config.sections import RunSections
 from tithe.errors import ConfigError
 
@@ -19,7 +20,7 @@ _Problem = tuple[str, str]
 
 def check_relations(cfg: RunSections) -> None:
     """Raise one `ConfigError` that lists every broken relation; `.key` is the first one's key to change."""
-    checks = (_sizes, _staleness, _clipping, _formats, _full, _rewards)
+    checks = (_sizes, _staleness, _clipping, _formats, _full, _rewards, phase_problems)
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(f"{key} = {message}" for key, message in problems), key=problems[0][0])

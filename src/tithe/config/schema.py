@@ -1,4 +1,4 @@
-"""The whole configuration: ten sections of frozen, documented fields, and the rules between them."""
+"""The whole configuration: sections of frozen, documented fields, and the rules between them."""
 
 from __future__ import annotations
 

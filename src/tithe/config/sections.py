@@ -1,4 +1,4 @@
-"""The ten sections together, before the rules between them."""
+"""The sections together, before the rules between them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tithe.config.base import Section
 from tithe.config.learning import LoraSettings, ModelSettings, OptimizerSettings, RlSettings
 from tithe.config.running import MonitorSettings, RunSettings
 from tithe.config.sampling import EngineSettings, RewardSettings, RolloutSettings, TaskSettings
+from tithe.config.schedules import ScheduleSettings
 
 
 class RunSections(Section):
@@ -27,6 +28,9 @@ class RunSections(Section):
 
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Sampling."""
+
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
+    """What changes over the run."""
 
     reward: RewardSettings = Field(default_factory=RewardSettings)
     """Judging."""

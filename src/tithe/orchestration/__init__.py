@@ -7,6 +7,7 @@ questions, and `stop_on_signals` makes the first SIGINT or SIGTERM a clean stop.
 reached by calls.
 """
 
+from tithe.orchestration.admission import GroupSizes
 from tithe.orchestration.control import RunControl, StopReason
 from tithe.orchestration.counters import RolloutCounters
 from tithe.orchestration.evaluate import Answer, Evaluation, QuestionResult, evaluate
@@ -22,6 +23,7 @@ __all__ = [
     "AdvantagesFn",
     "Answer",
     "Evaluation",
+    "GroupSizes",
     "Learner",
     "Player",
     "QuestionResult",

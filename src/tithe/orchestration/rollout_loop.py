@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from tithe.config import Schedule
 from tithe.errors import EngineError, FailureCause, RunError
+from tithe.orchestration.admission import AdmissionRules, GroupSizes, Room
+from tithe.orchestration.batch_metrics import pass_rate
 from tithe.orchestration.control import RunControl
 from tithe.orchestration.counters import RolloutCounters
 from tithe.orchestration.playing import Player
 from tithe.orchestration.served import ServedPolicy, ServedVersion
 from tithe.pool import Admission, Pool
-from tithe.staleness import Bounds, may_start_group
+from tithe.staleness import Bounds
 from tithe.types import PromptItem, Rollout, RolloutEngine, RolloutGroup, SamplingParams
 
 
@@ -27,7 +30,8 @@ class RolloutPlan:
     `params` is the template of every request, with the run's seed in it. `buffer` bounds what waits or runs
     (`rl.rollout_buffer_size`); `max_running` bounds the rollouts that have not ended (`engine.max_running`), so that a
     group is bound to a version only when the engine has room for it. `failed_batches` is how many batches' worth of
-    groups may fail in a row, each as a whole, before the run ends.
+    rollouts may fail in a row, in groups of which nothing can be used, before the run ends. `schedule` and `sizes` say
+    what changes from batch to batch and from prompt to prompt.
     """
 
     params: SamplingParams
@@ -35,6 +39,8 @@ class RolloutPlan:
     buffer: int = 2**31
     max_running: int = 2**31
     failed_batches: int = 3
+    schedule: Schedule | None = None
+    sizes: GroupSizes = field(default_factory=GroupSizes)
 
 
 class RolloutLoop:
@@ -42,7 +48,7 @@ class RolloutLoop:
 
     consumes      prompts, from the pool's queue and cursor; the served version
     produces      committed groups (READY), and rejected ones of which nothing can be used
-    waits for     room (`may_start_group`, `rollout_buffer_size`, `max_running`); the engine and the graders of groups
+    waits for     room (`room_for_rollouts`, `rollout_buffer_size`, `max_running`); the engine and the graders of groups
                   that run
     unblocked by  `RunControl.notify`: a version confirmed, a batch leased, groups dropped, a stop requested; a rollout
                   that ends
@@ -74,6 +80,7 @@ class RolloutLoop:
         self._control = control
         self._bounds = bounds
         self._plan = plan
+        self._rules = AdmissionRules(bounds, plan.params, plan.schedule, plan.sizes)
         self._counters = counters
         self._failed_in_a_row = 0
         self._groups: set[asyncio.Task[None]] = set()
@@ -128,45 +135,40 @@ class RolloutLoop:
         with self._control.listening(listener):
             while not self._stopping():
                 self._wake.clear()
-                while not self._stopping() and self._may_admit():
-                    self._begin_group()
+                while not self._stopping() and (room := self._room()) is not None:
+                    self._begin_group(room)
                     await asyncio.sleep(0)  # the group submits its requests before the next one is admitted
                 await self._wake.wait()
 
     def _stopping(self) -> bool:
         return self._ended or self._control.stopping
 
-    def _may_admit(self) -> bool:
-        served, size, plan = self._served.current(), self._bounds.group_size, self._plan
-        if served is None or (self._unfinished and self._unfinished + size > plan.max_running):
-            return False
+    def _room(self) -> Room | None:
+        served, plan = self._served.current(), self._plan
+        if served is None or self._unfinished >= plan.max_running:
+            return None
         counts = self._pool.counts()
-        running, waiting = counts.running * size, counts.ready * size
-        if running + waiting + size > plan.buffer:
-            return False
         # The version may rise between this check and the admission. That only adds room (proof 1 of
         # `staleness.bounds`).
-        return may_start_group(
-            self._bounds,
-            accepted=counts.accepted_rollouts(batch_rollouts=self._bounds.batch_rollouts, group_size=size),
-            running=running,
-            served_serial=served.version.serial,
-        )
+        room = self._rules.room(counts, served.version.serial)
+        if room is None or (self._unfinished and self._unfinished + room.likely > plan.max_running):
+            return None
+        return None if counts.running_rollouts + counts.ready_rollouts + room.likely > plan.buffer else room
 
-    def _begin_group(self) -> None:
+    def _begin_group(self, room: Room) -> None:
         served = self._served.acquire()
-        admission = self._pool.admit_next(served.version.lineage, served.version.serial)
+        admission = self._pool.admit_next(served.version.lineage, served.version.serial, self._rules.draw(room))
         if not self._binds:
             self._served.release(served)
         self._counters.begin()
-        self._unfinished += self._bounds.group_size
+        self._unfinished += admission.n_samples
         self._groups.add(self._watch(self._make_group(admission, served)))
 
     # ------------------------------------------------------------------ one group
 
     async def _make_group(self, admission: Admission, served: ServedVersion) -> None:
         rollouts: tuple[Rollout, ...] = ()
-        unfinished = self._bounds.group_size
+        unfinished = admission.n_samples
 
         def ended() -> None:
             nonlocal unfinished
@@ -175,8 +177,8 @@ class RolloutLoop:
             self._wake.set()
 
         try:
-            params = replace(self._plan.params, group=admission.group_id)
-            variants = [replace(params, sample=sample) for sample in range(self._bounds.group_size)]
+            params = self._rules.sampling(admission.batch, admission.group_id)
+            variants = [replace(params, sample=sample) for sample in range(admission.n_samples)]
             item = self._items[admission.prompt_id]
             adapter = served.name if self._binds else None
             prompt_ids, rollouts = await self._player.play(item, variants, adapter, ended)
@@ -207,13 +209,14 @@ class RolloutLoop:
         self._check_versions(group)
         if any(rollout.failure is None and rollout.reward is not None for rollout in group.rollouts):
             self._failed_in_a_row = 0
-            self._pool.commit(group)
+            self._pool.commit(group, pass_rate(group))
         else:
-            self._failed_in_a_row += 1
+            self._failed_in_a_row += len(group.rollouts)
             detail = _why_unusable(group)
             self._pool.reject(group, detail)
-            if self._failed_in_a_row >= self._plan.failed_batches * self._bounds.groups_per_batch:
-                raise RunError(f"{self._failed_in_a_row} groups in a row failed as a whole; the last one: {detail}")
+            if self._failed_in_a_row >= self._plan.failed_batches * self._bounds.batch_rollouts:
+                failed = f"{self._failed_in_a_row} rollouts in a row are in groups of which nothing can be used"
+                raise RunError(f"{failed}; the last one: {detail}")
         self._control.notify()
 
     def _check_versions(self, group: RolloutGroup) -> None:

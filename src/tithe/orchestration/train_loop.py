@@ -175,7 +175,7 @@ class TrainLoop:
         """A leased batch; empty when the run is to stop."""
         while not self._limit_reached():
             seen = self._control.changes
-            lease = self._pool.lease_batch(self._bounds.groups_per_batch, self._serial, self._too_old)
+            lease = self._pool.lease_batch(self._bounds.batch_rollouts, self._serial, self._too_old)
             self._dropped += len(lease.dropped)
             if lease.groups or lease.dropped:
                 self._control.notify()  # there is room in the buffer

@@ -2,10 +2,11 @@
 
 `Pool` is the one writer: it admits groups, commits them, leases whole batches and records checkpoints, and every leased
 group leaves exactly once (trained, dropped with a reason, or requeued). `PoolReader` reads the same file while the run
-goes on; so does any SQLite client. `PromptSource` is the order of prompts. The life of a group is drawn in
-`tithe.pool.states`.
+goes on; so does any SQLite client. `PromptSource` is the order of prompts, `Curriculum` says which of them are passed
+over. The life of a group is drawn in `tithe.pool.states`.
 """
 
+from tithe.pool.curriculum import Curriculum, Draw, PromptRecord, adaptive_samples
 from tithe.pool.pool import Pool
 from tithe.pool.prompts import PromptSource
 from tithe.pool.reader import PoolReader
@@ -14,12 +15,16 @@ from tithe.pool.states import Admission, Checkpoint, DropReason, GroupState, Lea
 __all__ = [
     "Admission",
     "Checkpoint",
+    "Curriculum",
+    "Draw",
     "DropReason",
     "GroupState",
     "Lease",
     "Pool",
     "PoolCounts",
     "PoolReader",
+    "PromptRecord",
     "PromptSource",
     "Rewind",
+    "adaptive_samples",
 ]

@@ -12,12 +12,16 @@ from typing import Any, Self
 
 from tithe.errors import PoolError, ResumeError, RunError
 from tithe.pool.codec import ARRAY_DTYPES, check_group
+from tithe.pool.curriculum import Curriculum, Draw
 from tithe.pool.prompts import PromptSource
 from tithe.pool.rows import (
     add_group,
     failures_in_a_row,
     give_up_running,
+    has_running,
+    is_in_batch,
     last_failure,
+    last_record,
     load_group,
     move_group,
     store_rollouts,
@@ -38,10 +42,14 @@ from tithe.pool.states import (
     Rewind,
 )
 from tithe.pool.store import Store
+from tithe.staleness import choose_batch
 from tithe.types import RolloutGroup
 
 _QUEUE_ORDER = "batch_serial IS NULL, batch_serial, batch_position, group_id"
 """Groups to be trained again come first, in their old batches; then the others in the order of their admission."""
+
+ANY = Draw()
+"""One sample of the next prompt."""
 
 
 class Pool:
@@ -64,6 +72,7 @@ class Pool:
         self._store = store
         self._prompts: PromptSource | None = None
         self._max_failures = 3
+        self._curriculum = Curriculum()
 
     @classmethod
     def create(cls, path: Path, run_id: str) -> Self:
@@ -116,11 +125,13 @@ class Pool:
         with self._store.reading() as db:
             serial = db.execute("SELECT serial FROM pool_state").fetchone()[0]
             rows = db.execute(
-                "SELECT state, COUNT(*) FROM rollout_group WHERE state IN ('running', 'ready', 'leased') GROUP BY state"
+                "SELECT state, COUNT(*), SUM(n_samples) FROM rollout_group"
+                " WHERE state IN ('running', 'ready', 'leased') GROUP BY state"
             ).fetchall()
-        found = {GroupState(state): int(count) for state, count in rows}
+        found = {GroupState(state): (int(groups), int(rollouts)) for state, groups, rollouts in rows}
         live = (GroupState.RUNNING, GroupState.READY, GroupState.LEASED)
-        return PoolCounts(serial, *(found.get(state, 0) for state in live))
+        groups, rollouts = zip(*(found.get(state, (0, 0)) for state in live), strict=True)
+        return PoolCounts(serial, *groups, *rollouts)
 
     def disk_bytes(self) -> int:
         """Size on disk: the database, its write-ahead log and index."""
@@ -129,9 +140,11 @@ class Pool:
 
     # ------------------------------------------------------------------ the rollout loop's side
 
-    def bind_prompts(self, prompts: PromptSource, *, max_failures: int = 3) -> None:
+    def bind_prompts(
+        self, prompts: PromptSource, *, max_failures: int = 3, curriculum: Curriculum | None = None
+    ) -> None:
         """Say where `admit_next` draws from. A prompt whose groups failed `max_failures` times in a row is not drawn
-        again.
+        again; `curriculum` says which ones are passed over for a while.
 
         Raises `ResumeError` when the pool was begun with other prompts or another order.
         """
@@ -145,42 +158,71 @@ class Pool:
             db.execute("UPDATE pool_state SET prompt_digest = ?", (prompts.digest,))
         self._prompts = prompts
         self._max_failures = max_failures
+        self._curriculum = curriculum or Curriculum()
 
     def admit(self, prompt_id: str, lineage: int, serial: int) -> int:
         """Begin a group for a prompt of the caller's choice; returns its id, which no other group ever has."""
         with self._store.transaction() as db:
-            return add_group(db, prompt_id, lineage, serial, None)
+            return add_group(db, prompt_id, (lineage, serial))
 
-    def admit_next(self, lineage: int, serial: int) -> Admission:
-        """Begin the group of the next prompt: one that was put back, else the next of the shuffled order.
+    def admit_next(self, lineage: int, serial: int, draw: Draw = ANY) -> Admission:
+        """Begin the group of the next prompt: one that was put back, else the next of the shuffled order that the
+        curriculum does not pass over (if it passes over all of them, simply the next).
 
         Raises `RunError` when every prompt has failed too often.
         """
         with self._store.transaction() as db:
-            prompt_id, group_id = self._next_prompt(db)
-            return Admission(add_group(db, prompt_id, lineage, serial, group_id), prompt_id)
+            owed = db.execute("SELECT * FROM put_back ORDER BY position LIMIT 1").fetchone()
+            if owed is not None:
+                db.execute("DELETE FROM put_back WHERE position = ?", (owed["position"],))
+            prompt_id = owed["prompt_id"] if owed is not None else None
+            if prompt_id is None:
+                prompt_id = self._next_prompt(db, draw.batch)
+            if owed is None:
+                group_id, size = None, draw.samples(last_record(db, prompt_id, draw.batch))
+            else:
+                group_id, size = owed["group_id"], min(owed["n_samples"], draw.most)
+            group_id = add_group(
+                db, prompt_id, (lineage, serial), group_id, n_samples=size, batch=draw.batch, phase=draw.phase
+            )
+        return Admission(group_id, prompt_id, size, draw.batch)
 
-    def _next_prompt(self, db: sqlite3.Connection) -> tuple[str, int | None]:
-        waiting = db.execute("SELECT * FROM put_back ORDER BY position LIMIT 1").fetchone()
-        if waiting is not None:
-            db.execute("DELETE FROM put_back WHERE position = ?", (waiting["position"],))
-            return waiting["prompt_id"], waiting["group_id"]
+    def _next_prompt(self, db: sqlite3.Connection, batch: int) -> str:
         if self._prompts is None:
             raise PoolError("no prompts are bound to the pool (bind_prompts)")
         start = db.execute("SELECT prompt_cursor FROM pool_state").fetchone()[0]
+        first: int | None = None
         # two passes meet every prompt, whatever the cursor's place in the first
         for cursor in range(start, start + 2 * len(self._prompts)):
             prompt_id = self._prompts.at(cursor)
-            if failures_in_a_row(db, prompt_id) < self._max_failures:
-                db.execute("UPDATE pool_state SET prompt_cursor = ?", (cursor + 1,))
-                return prompt_id, None
-        raise RunError(f"every prompt failed {self._max_failures} times in a row; the last failure: {last_failure(db)}")
+            if failures_in_a_row(db, prompt_id) >= self._max_failures:
+                continue
+            first = cursor if first is None else first
+            if not self._is_passed_over(db, prompt_id, batch, cursor):
+                break
+        else:
+            if first is None:
+                text = f"every prompt failed {self._max_failures} times in a row; the last failure: {last_failure(db)}"
+                raise RunError(text)
+            cursor = first
+        db.execute("UPDATE pool_state SET prompt_cursor = ?", (cursor + 1,))
+        return self._prompts.at(cursor)
 
-    def commit(self, group: RolloutGroup) -> None:
-        """Store a finished group: RUNNING → READY. Tell others of it only after this returns."""
+    def _is_passed_over(self, db: sqlite3.Connection, prompt_id: str, batch: int, cursor: int) -> bool:
+        if self._prompts is None or not self._curriculum.is_on:
+            return False
+        if is_in_batch(db, prompt_id, batch):
+            return True
+        record = last_record(db, prompt_id, batch)
+        return self._curriculum.skips(record, batch=batch, coin=self._prompts.coin(cursor))
+
+    def commit(self, group: RolloutGroup, pass_rate: float | None = None) -> None:
+        """Store a finished group: RUNNING → READY, with the share of right answers if it was measured. Tell others of
+        it only after this returns.
+        """
         check_group(group)
         with self._store.transaction() as db:
-            store_rollouts(db, move_group(db, group.group_id, COMMIT), group)
+            store_rollouts(db, move_group(db, group.group_id, COMMIT), group, pass_rate)
 
     def reject(self, group: RolloutGroup, detail: str) -> bool:
         """Store a finished group of which nothing can be used: RUNNING → DROPPED (failed), its rollouts kept for
@@ -188,7 +230,7 @@ class Pool:
         """
         check_group(group)
         with self._store.transaction() as db:
-            store_rollouts(db, move_group(db, group.group_id, REJECT), group)
+            store_rollouts(db, move_group(db, group.group_id, REJECT), group, None)
             return self._leave_dropped(db, group.group_id, group.prompt_id, DropReason.FAILED, detail)
 
     def give_up_running(self) -> int:
@@ -200,10 +242,11 @@ class Pool:
 
     # ------------------------------------------------------------------ the train loop's side
 
-    def lease_batch(self, n_groups: int, trainer_serial: int, drop: Callable[[int], bool]) -> Lease:
-        """Drop every READY group that is too old (`drop(min_serial)`), then lease `n_groups`, oldest admission first.
+    def lease_batch(self, n_rollouts: int, trainer_serial: int, drop: Callable[[int], bool]) -> Lease:
+        """Drop every READY group that is too old (`drop(min_serial)`), then lease groups of `n_rollouts` together,
+        oldest admission first (`staleness.choose_batch`).
 
-        With too few groups `Lease.groups` is empty and nothing is leased; the drops hold all the same. Deterministic:
+        With too few rollouts `Lease.groups` is empty and nothing is leased; the drops hold all the same. Deterministic:
         the same rows give the same batch. Raises `PoolError` when `trainer_serial` is not the pool's.
         """
         with self._store.transaction() as db:
@@ -211,18 +254,20 @@ class Pool:
             if serial != trainer_serial:
                 raise PoolError(f"the trainer is at serial {trainer_serial}, the pool at {serial}")
             ready = db.execute(
-                f"SELECT group_id, min_serial FROM rollout_group WHERE state = 'ready' ORDER BY {_QUEUE_ORDER}"  # noqa: S608
+                "SELECT group_id, min_serial, n_samples FROM rollout_group WHERE state = 'ready'"  # noqa: S608
+                f" ORDER BY {_QUEUE_ORDER}"
             ).fetchall()
             dropped = tuple(row["group_id"] for row in ready if drop(row["min_serial"]))
             for group_id in dropped:
                 row = move_group(db, group_id, DROP)
                 self._leave_dropped(db, group_id, row["prompt_id"], DropReason.STALE, f"too old after batch {serial}")
-            young = [row["group_id"] for row in ready if row["group_id"] not in set(dropped)]
-            if len(young) < n_groups:
-                return Lease((), dropped)
-            for group_id in young[:n_groups]:
+            gone = set(dropped)
+            young = [(row["group_id"], row["n_samples"]) for row in ready if row["group_id"] not in gone]
+            places = choose_batch([size for _, size in young], n_rollouts, more_to_come=has_running(db))
+            chosen = [young[place][0] for place in places]
+            for group_id in chosen:
                 move_group(db, group_id, LEASE)
-            return Lease(tuple(load_group(db, group_id) for group_id in young[:n_groups]), dropped)
+            return Lease(tuple(load_group(db, group_id) for group_id in chosen), dropped)
 
     def mark_trained(self, group_ids: Sequence[int], serial: int) -> None:
         """LEASED → TRAINED for a whole batch, in this order. `serial` counts this batch too: exactly one more than the
@@ -250,8 +295,8 @@ class Pool:
                 db.execute("UPDATE rollout_group SET requeues = requeues + 1 WHERE group_id = ?", (group_id,))
 
     def drop(self, group_ids: Iterable[int], reason: DropReason, detail: str = "") -> None:
-        """RUNNING, READY or LEASED → DROPPED, and the prompts go to the end of the put-back queue; a prompt that has
-        now failed too often in a row does not.
+        """RUNNING, READY or LEASED → DROPPED, and the prompts go to the end of the put-back queue with their groups'
+        sizes; a prompt that has now failed too often in a row leaves the size alone, for another prompt.
         """
         with self._store.transaction() as db:
             for group_id in group_ids:
@@ -266,10 +311,12 @@ class Pool:
             " WHERE group_id = ?",
             (reason, detail, time.time(), group_id),
         )
-        if reason is DropReason.FAILED and failures_in_a_row(db, prompt_id) >= self._max_failures:
-            return False
-        db.execute("INSERT INTO put_back (prompt_id) VALUES (?)", (prompt_id,))
-        return True
+        is_given_up = reason is DropReason.FAILED and failures_in_a_row(db, prompt_id) >= self._max_failures
+        db.execute(
+            "INSERT INTO put_back (prompt_id, n_samples) SELECT ?, n_samples FROM rollout_group WHERE group_id = ?",
+            (None if is_given_up else prompt_id, group_id),
+        )
+        return not is_given_up
 
     # ------------------------------------------------------------------ checkpoints and retention
 

@@ -47,6 +47,11 @@ class PromptSource:
             self._pass = wanted
         return self._order[offset]
 
+    def coin(self, position: int) -> float:
+        """A random number in [0, 1) of a position: the same for a prompt and a pass, whatever else is drawn."""
+        wanted = position // len(self._ids)
+        return int(_hash(self._seed, "coin", str(wanted), self.at(position)), 16) / 2**128
+
 
 def _hash(seed: int, *parts: str) -> str:
     digest = hashlib.blake2b(str(seed).encode(), digest_size=16)

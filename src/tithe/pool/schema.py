@@ -12,7 +12,7 @@ The views `groups` and `rollouts` leave the arrays out:
 from __future__ import annotations
 
 APPLICATION_ID = 0x54495448  # "TITH", shown by file(1)
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 DDL = """
 CREATE TABLE pool_state (
@@ -29,6 +29,10 @@ CREATE TABLE rollout_group (
     prompt_id       TEXT    NOT NULL,
     lineage         INTEGER NOT NULL,
     admitted_serial INTEGER NOT NULL,
+    admitted_batch  INTEGER NOT NULL DEFAULT 0,  -- the batch it is for, unless another overtakes it
+    phase           TEXT    NOT NULL DEFAULT '',  -- the schedule's phase at its admission; empty without one
+    n_samples       INTEGER NOT NULL DEFAULT 1,  -- rollouts that it has or will have
+    pass_rate       REAL,              -- share of right answers; NULL: nothing was scored
     state           TEXT    NOT NULL CHECK (state IN ('running', 'ready', 'leased', 'trained', 'dropped')),
     min_serial      INTEGER,           -- oldest token of any member
     max_serial      INTEGER,
@@ -70,8 +74,9 @@ CREATE TABLE rollout (
 );
 CREATE TABLE put_back (
     position  INTEGER PRIMARY KEY,     -- lowest first
-    prompt_id TEXT NOT NULL,
-    group_id  INTEGER                  -- the id that a group had when it was given up, and takes again
+    prompt_id TEXT,                    -- NULL: any prompt
+    group_id  INTEGER,                 -- the id that a group had when it was given up, and takes again
+    n_samples INTEGER NOT NULL         -- the size that the group had, so that batches stay whole
 );
 CREATE TABLE checkpoint (
     serial       INTEGER PRIMARY KEY,
@@ -80,7 +85,8 @@ CREATE TABLE checkpoint (
     created_at_s REAL    NOT NULL
 );
 CREATE VIEW groups AS
-SELECT g.group_id, g.prompt_id, g.state, g.lineage, g.admitted_serial, g.min_serial, g.max_serial, g.batch_serial,
+SELECT g.group_id, g.prompt_id, g.state, g.lineage, g.admitted_serial, g.admitted_batch, g.phase, g.pass_rate,
+g.min_serial, g.max_serial, g.batch_serial,
        g.batch_position, g.batch_serial - 1 - g.min_serial AS age, g.reason, g.detail, g.requeues,
        COUNT(r.sample) AS n_rollouts, AVG(r.reward) AS reward_mean, SUM(r.n_tokens) AS n_tokens,
        COUNT(r.cause) AS n_failures, g.admitted_at_s, g.finished_at_s, g.left_at_s

@@ -65,29 +65,34 @@ class DropReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class PoolCounts:
-    """Groups by where they are, with the serial they belong to, read at one instant.
+    """Groups by where they are and the rollouts in them, with the serial they belong to, read at one instant.
 
-    >>> counts = PoolCounts(serial=50, running=2, ready=1, leased=0)
-    >>> counts.accepted_rollouts(batch_rollouts=8, group_size=4), counts.running * 4
-    (404, 8)
+    >>> counts = PoolCounts(serial=50, running=2, ready=1, leased=0, running_rollouts=8, ready_rollouts=4)
+    >>> counts.accepted_rollouts(batch_rollouts=8)
+    404
     """
 
     serial: int
     running: int
     ready: int
     leased: int
+    running_rollouts: int = 0
+    ready_rollouts: int = 0
+    leased_rollouts: int = 0
 
-    def accepted_rollouts(self, *, batch_rollouts: int, group_size: int) -> int:
+    def accepted_rollouts(self, *, batch_rollouts: int) -> int:
         """`accepted` of `staleness.may_start_group`: what was trained plus what waits or is leased."""
-        return self.serial * batch_rollouts + (self.ready + self.leased) * group_size
+        return self.serial * batch_rollouts + self.ready_rollouts + self.leased_rollouts
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A group that may now be generated."""
+    """A group that may now be generated: `n_samples` rollouts, with the settings that the schedule has for `batch`."""
 
     group_id: int
     prompt_id: str
+    n_samples: int
+    batch: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 Names (all counts in rollouts, all serials in batches trained)
 
-    B  rollouts per batch          G  rollouts per group, B a multiple of G
+    B  rollouts per batch          G  rollouts per group, B a multiple of G (of several sizes: `batches`)
     S  the trainer's serial: batches trained so far
     V  the served serial: the newest version the engine has confirmed; V ≤ S
     L  `max_policy_update_lag`     M  `max_sample_age`     K  `sync_every`, 1 ≤ K ≤ max(1, L)
@@ -116,7 +116,13 @@ def may_start_group(bounds: Bounds, *, accepted: int, running: int, served_seria
 
     `accepted` = S·B + rollouts that wait or are leased, `running` = rollouts of admitted, unfinished groups.
     """
-    return accepted + running + bounds.group_size <= (served_serial + bounds.max_age + 1) * bounds.batch_rollouts
+    room = room_for_rollouts(bounds, accepted=accepted, running=running, served_serial=served_serial)
+    return room >= bounds.group_size
+
+
+def room_for_rollouts(bounds: Bounds, *, accepted: int, running: int, served_serial: int) -> int:
+    """Rollouts that may still be admitted under the served version, in groups of any size: (V + M + 1)·B - A - R."""
+    return (served_serial + bounds.max_age + 1) * bounds.batch_rollouts - accepted - running
 
 
 def may_begin_batch(bounds: Bounds, *, trainer_serial: int, served_serial: int) -> bool:

@@ -18,8 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from tithe.advantages import batch_advantages
+from tithe.config import Schedule
 from tithe.errors import EngineError
 from tithe.orchestration import (
+    GroupSizes,
     Learner,
     Player,
     RolloutCounters,
@@ -33,7 +35,7 @@ from tithe.orchestration import (
     generate_with,
     run_training,
 )
-from tithe.pool import Pool, PromptSource
+from tithe.pool import Curriculum, Pool, PromptSource
 from tithe.staleness import Bounds
 from tithe.types import Completion, FinishReason, PolicyVersion, PromptItem, Rollout, SamplingParams
 
@@ -193,6 +195,9 @@ class World:
         buffer: int = 1000,
         on_publish="finish",
         timeout_s: float | None = None,
+        schedule: Schedule | None = None,
+        sizes: GroupSizes | None = None,
+        curriculum: Curriculum | None = None,
         **plan,
     ) -> None:
         self.folder = folder
@@ -201,7 +206,7 @@ class World:
         fresh = not path.exists()
         self.pool = Pool.create(path, "run") if fresh else Pool.open(path)
         self.items = {f"p{i}": PromptItem(f"p{i}", text=f"prompt {i}") for i in range(prompts)}
-        self.pool.bind_prompts(PromptSource(list(self.items), seed=1), max_failures=3)
+        self.pool.bind_prompts(PromptSource(list(self.items), seed=1), max_failures=3, curriculum=curriculum)
         self.trainer = FakeTrainer()
         self.engine = FakeEngine(delay_s)
         self.env = FakeEnv()
@@ -221,14 +226,15 @@ class World:
             extra_state=lambda: {"kl_coef": 0.01},
             prune=lambda: None,
         )
+        self.learner = Learner(
+            trainer=self.trainer,
+            lane=InlineLane(),
+            advantages=lambda groups: batch_advantages(groups, "std"),
+            control=self.control,
+        )
         self.train = TrainLoop(
             pool=self.pool,
-            learner=Learner(
-                trainer=self.trainer,
-                lane=InlineLane(),
-                advantages=lambda groups: batch_advantages(groups, "std"),
-                control=self.control,
-            ),
+            learner=self.learner,
             served=self.served,
             control=self.control,
             bounds=self.bounds,
@@ -246,7 +252,14 @@ class World:
             served=self.served,
             control=self.control,
             bounds=self.bounds,
-            plan=RolloutPlan(PARAMS, on_publish=on_publish, buffer=buffer, max_running=12),
+            plan=RolloutPlan(
+                PARAMS,
+                on_publish=on_publish,
+                buffer=buffer,
+                max_running=12,
+                schedule=schedule,
+                sizes=sizes or GroupSizes(),
+            ),
             counters=self.counters,
         )
         if rewind is not None and rewind.checkpoint is not None:

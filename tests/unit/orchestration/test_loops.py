@@ -186,7 +186,7 @@ def test_a_lasting_failure_is_an_error_and_not_the_end_of_data(tmp_path):
             raise MemoryError("out of memory")
 
     world.engine.fault = fault
-    with pytest.raises(RunError, match=r"groups in a row failed as a whole.*MemoryError: out of memory"):
+    with pytest.raises(RunError, match=r"in groups of which nothing can be used.*MemoryError: out of memory"):
         world.run()
     assert world.pool.path.exists()
     assert len(world.trainer.batches) == 3

@@ -41,7 +41,7 @@ def keep_all(_min_serial):
 
 
 def train(pool, n):
-    lease = pool.lease_batch(n, pool.serial, keep_all)
+    lease = pool.lease_batch(2 * n, pool.serial, keep_all)  # two rollouts a group
     ids = [g.group_id for g in lease.groups]
     assert ids
     pool.mark_trained(ids, pool.serial + 1)

@@ -53,7 +53,7 @@ def work(path: Path, seed: int) -> None:
         group = make_group(*running.pop(rng.randrange(len(running))))
         pool.commit(group)
         say("committed", group.group_id)
-        lease = pool.lease_batch(BATCH, serial, lambda min_serial, now=serial: now - min_serial > 2)
+        lease = pool.lease_batch(2 * BATCH, serial, lambda min_serial, now=serial: now - min_serial > 2)
         if not lease.groups:
             continue
         ids = [g.group_id for g in lease.groups]

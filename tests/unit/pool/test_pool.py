@@ -25,7 +25,7 @@ def test_groups_come_back_exactly_as_they_were_committed(pool):
     )
     group_id = pool.admit("p1", 0, 4)
     pool.commit(make_group(group_id, "p1", serial=4, rollouts=rollouts))
-    (back,) = pool.lease_batch(1, 0, keep_all).groups
+    (back,) = pool.lease_batch(2, 0, keep_all).groups
     assert (back.group_id, back.prompt_id, back.lineage, back.admitted_serial) == (group_id, "p1", 0, 4)
     assert back.prompt_ids.dtype == np.int32
     assert back.min_serial == 4
@@ -45,7 +45,7 @@ def test_equal_prompts_stay_apart_as_groups(pool):
     a, b = (pool.admit("same", 0, 0) for _ in range(2))
     pool.commit(make_group(a, "same", rollouts=[make_rollout(i, reward=0.0) for i in range(4)]))
     pool.commit(make_group(b, "same", rollouts=[make_rollout(i, reward=1.0) for i in range(4)]))
-    groups = pool.lease_batch(2, 0, keep_all).groups
+    groups = pool.lease_batch(8, 0, keep_all).groups
     assert [[r.reward for r in g.rollouts] for g in groups] == [[0.0] * 4, [1.0] * 4]
 
 
@@ -53,7 +53,7 @@ def test_rejected_group_never_reaches_a_batch(pool):
     """C05: what is dropped for staleness is out of the batch as a whole, so it is in nobody's baseline."""
     (old,) = add_ready(pool, serial=0)
     (young,) = add_ready(pool, serial=3)
-    lease = pool.lease_batch(1, 0, lambda min_serial: min_serial < 2)
+    lease = pool.lease_batch(2, 0, lambda min_serial: min_serial < 2)
     assert lease.dropped == (old,)
     assert [g.group_id for g in lease.groups] == [young]
 
@@ -61,7 +61,7 @@ def test_rejected_group_never_reaches_a_batch(pool):
 def test_an_incomplete_batch_leases_nothing_but_keeps_its_drops(pool, path):
     add_ready(pool, 2, serial=0)
     add_ready(pool, 1, serial=5)
-    lease = pool.lease_batch(2, 0, lambda min_serial: min_serial < 5)
+    lease = pool.lease_batch(4, 0, lambda min_serial: min_serial < 5)
     assert (len(lease.groups), len(lease.dropped)) == (0, 2)
     assert pool.counts().ready == 1
     with PoolReader(path) as reader:
@@ -74,7 +74,7 @@ def test_batches_are_leased_in_order_of_admission(pool):
     ids = [pool.admit("p", 0, 0) for _ in range(4)]
     for group_id in reversed(ids):
         pool.commit(make_group(group_id))
-    assert [g.group_id for g in pool.lease_batch(2, 0, keep_all).groups] == ids[:2]
+    assert [g.group_id for g in pool.lease_batch(4, 0, keep_all).groups] == ids[:2]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_batches_are_leased_in_order_of_admission(pool):
         ("leased", lambda pool, g: pool.mark_trained([g], 2)),
         ("leased", lambda pool, g: pool.mark_trained([g], 0)),
         ("leased", lambda pool, g: pool.mark_trained([], 1)),
-        ("leased", lambda pool, g: pool.lease_batch(1, 1, keep_all)),
+        ("leased", lambda pool, g: pool.lease_batch(2, 1, keep_all)),
         ("leased", lambda pool, g: pool.requeue([g, g])),
         ("trained", lambda pool, g: pool.mark_trained([g], 2)),
         ("trained", lambda pool, g: pool.requeue([g])),
@@ -106,7 +106,7 @@ def test_illegal_moves_raise_and_change_nothing(pool, path, reach, act):
     if reach in ("ready", "leased", "trained"):
         pool.commit(make_group(group_id))
     if reach in ("leased", "trained"):
-        pool.lease_batch(1, 0, keep_all)
+        pool.lease_batch(2, 0, keep_all)
     if reach == "trained":
         pool.mark_trained([group_id], 1)
     if reach == "dropped":
@@ -143,9 +143,9 @@ def test_a_group_that_could_not_be_read_back_is_refused(pool, change, message):
 
 def test_requeued_groups_keep_their_place(pool):
     ids = add_ready(pool, 4)
-    batch = [g.group_id for g in pool.lease_batch(2, 0, keep_all).groups]
+    batch = [g.group_id for g in pool.lease_batch(4, 0, keep_all).groups]
     pool.requeue(batch)
-    assert [g.group_id for g in pool.lease_batch(4, 0, keep_all).groups] == ids
+    assert [g.group_id for g in pool.lease_batch(8, 0, keep_all).groups] == ids
 
 
 def test_prompts_are_shuffled_and_every_pass_holds_each_once():
@@ -177,7 +177,7 @@ def test_dropped_prompts_come_back_before_new_ones(pool):
     pool.bind_prompts(PromptSource(["a", "b", "c", "d"], 0))
     first, second = pool.admit_next(0, 0), pool.admit_next(0, 0)
     pool.commit(make_group(first.group_id, first.prompt_id))
-    pool.lease_batch(1, 0, lambda _serial: True)
+    pool.lease_batch(2, 0, lambda _serial: True)
     again = pool.admit_next(0, 0)
     assert again.prompt_id == first.prompt_id
     assert again.group_id not in (first.group_id, second.group_id)
@@ -232,7 +232,7 @@ def test_many_threads_lose_nothing(pool):
     for thread in threads:
         thread.join()
     assert pool.counts().ready == 40
-    assert sorted(g.group_id for g in pool.lease_batch(40, 0, keep_all).groups) == list(range(40))
+    assert sorted(g.group_id for g in pool.lease_batch(80, 0, keep_all).groups) == list(range(40))
 
 
 def test_groups_given_up_come_first_again_under_their_ids(pool):

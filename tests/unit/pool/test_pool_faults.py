@@ -132,7 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 3), max_age=st.integers(0, 3))
     def lease(self, n, max_age) -> None:
-        lease = self.pool.lease_batch(n, self.serial, lambda min_serial: self.serial - min_serial > max_age)
+        lease = self.pool.lease_batch(2 * n, self.serial, lambda min_serial: self.serial - min_serial > max_age)
         assert len(lease.groups) in (0, n)
         for group_id in lease.dropped:
             assert self.model[group_id] == "ready"

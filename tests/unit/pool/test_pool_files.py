@@ -21,13 +21,13 @@ def test_counts_are_what_staleness_needs_also_after_resume(pool, path):
     add_ready(pool, 1)
     pool.admit("p", 0, 3)
     pool.record_checkpoint(3, path.parent, {})
-    assert pool.counts().accepted_rollouts(batch_rollouts=8, group_size=4) == 3 * 8 + 4
+    assert pool.counts().accepted_rollouts(batch_rollouts=8) == 3 * 8 + 2
     pool.close()
     with Pool.open(path) as again:
         assert again.rewind_to_checkpoint().serial == 3
         counts = again.counts()
         assert (counts.serial, counts.running, counts.ready, counts.leased) == (3, 0, 1, 0)
-        assert counts.accepted_rollouts(batch_rollouts=8, group_size=4) == 3 * 8 + 4
+        assert counts.accepted_rollouts(batch_rollouts=8) == 3 * 8 + 2
 
 
 def test_resume_trains_every_prompt_exactly_once(path):
@@ -62,7 +62,7 @@ def test_rewind_brings_back_later_batches_in_their_order(pool, path):
     pool.record_checkpoint(1, path.parent / "step_1", {"note": "x"})
     second, third = train(pool, 2), train(pool, 2)
     add_ready(pool, 1)
-    pool.lease_batch(1, 3, keep_all)
+    pool.lease_batch(2, 3, keep_all)
     pool.close()
     with Pool.open(path) as resumed:
         assert resumed.counts().ready == 1, "a dead owner's lease has ended"
@@ -142,7 +142,7 @@ def test_a_later_owner_fences_the_earlier_one(pool, path):
         with pytest.raises(PoolError, match="taken over"):
             pool.admit("p", 0, 0)
         with pytest.raises(PoolError, match="taken over"):
-            pool.lease_batch(1, 0, keep_all)
+            pool.lease_batch(2, 0, keep_all)
 
 
 def test_a_full_disk_is_said_clearly_and_leaves_no_half_group(pool):
