@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import build_gguf
-from tithe.config import load_config
+from tithe.config import config_warnings, load_config, schedule_of
 from tithe.envs import load_task
 from tithe.rewards import build_reward
 from tithe.rewards.grading import Grader
@@ -89,3 +89,14 @@ def test_the_data_show_both_forms_of_a_prompt():
     lines = (ROOT / "examples" / "own_data.jsonl").read_text().splitlines()
     assert len(lines) == 12
     assert {type(ast.literal_eval(line)["prompt"]) for line in lines} == {str, list}
+
+
+def test_the_example_of_a_schedule_has_its_phases_and_nothing_doubtful():
+    cfg = load_config(ROOT / "examples" / "schedule.yaml")
+    schedule = schedule_of(cfg)
+    assert [(v.name, start) for v, start in zip(schedule.values, schedule.starts, strict=True)] == [
+        ("explore", 0),
+        ("converge", 12),
+        ("refine", 24),
+    ]
+    assert config_warnings(cfg) == []

@@ -132,6 +132,7 @@ def _rollout_plan(session: Session) -> RolloutPlan:
         max_running=cfg.engine.max_running,
         failed_batches=cfg.monitor.failure_batches_alarm,
         schedule=schedule_of(cfg),
+        diversity_penalty=cfg.reward.diversity_penalty,
         sizes=GroupSizes(cfg.schedule.adaptive_samples, cfg.schedule.min_samples, cfg.schedule.max_samples)
         if cfg.schedule.adaptive_samples
         else GroupSizes(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tithe.config.doubtful import learning_warnings
 from tithe.config.phases import phase_problems
 from tithe.config.sections import RunSections
 from tithe.errors import ConfigError
@@ -130,7 +131,7 @@ def _rewards(cfg: RunSections) -> Iterator[_Problem]:
 
 def config_warnings(cfg: RunSections) -> list[str]:
     """Doubtful but legal settings, one sentence each, naming the keys. Empty when nothing is doubtful."""
-    return [*_warn_about_policy(cfg), *_warn_about_schedule(cfg)]
+    return [*_warn_about_policy(cfg), *learning_warnings(cfg), *_warn_about_schedule(cfg)]
 
 
 def _warn_about_policy(cfg: RunSections) -> Iterator[str]:
@@ -155,10 +156,11 @@ def _warn_about_policy(cfg: RunSections) -> Iterator[str]:
         )
     cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
     active = [f"rollout.{name}" for name, on in cuts.items() if on]
+    active += [f"top_p of phase {p.name} (schedule.phases)" for p in cfg.schedule.phases if (p.top_p or 1.0) < 1]
     if active:
         yield (
             f"{', '.join(active)}: tokens outside the kept set are never sampled, while the trained policy gives them "
-            "probability; gradients are biased"
+            "probability; gradients are biased. 1, 0 and 0 keep every token"
         )
     if rollout.on_publish == "keep":
         yield "rollout.on_publish = keep: the KV cache mixes versions, so the run has no bitwise parity certificate"
@@ -170,5 +172,3 @@ def _warn_about_schedule(cfg: RunSections) -> Iterator[str]:
             f"optimizer.warmup_steps = {cfg.optimizer.warmup_steps} covers the whole run (run.max_steps = "
             f"{cfg.run.max_steps}): the learning rate never reaches optimizer.lr"
         )
-    if cfg.rl.batch_size_per_update == cfg.rl.samples_per_prompt:
-        yield "rl.batch_size_per_update equals rl.samples_per_prompt: a batch is one question, and most teach nothing"

@@ -154,6 +154,10 @@ class RewardSettings(Section):
     format_rules: Annotated[tuple[FormatRule, ...], as_tuple] = ()
     """List of `{pattern, weight}`, added to the reward of any function."""
 
+    diversity_penalty: float = Field(default=0.0, ge=0, le=1000)
+    """Taken off each reward, times the mean likeness to the group's other completions (shared share of 3-grams, 0 to
+    1); the reward part `group.diversity`. The metric `overlap` shows the likeness in any case. 0 takes nothing."""
+
     timeout_s: float = Field(default=5.0, gt=0, le=86400)
     """Seconds one judgement may take, counted from its start and not from the queue; then its worker is killed and the
     rollout fails with the cause `timeout`."""

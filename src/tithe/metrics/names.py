@@ -61,6 +61,7 @@ METRICS: dict[str, MetricInfo] = {
     "groups": MetricInfo("Groups trained"),
     "prompts": MetricInfo("Distinct prompts trained"),
     "samples_per_prompt": MetricInfo("Samples for each prompt"),
+    "overlap": MetricInfo("Likeness of a prompt's completions", "fraction"),
     "temperature": MetricInfo("Sampling temperature"),
     "dropped_groups": MetricInfo("Groups dropped as too old"),
     "failures": MetricInfo("Failed rollouts"),

@@ -73,7 +73,11 @@ def _tiles(run: RunData, pool: PoolView) -> Markup:
     memory = memory if isinstance(memory, Mapping) else {}
     peak = finite_number(memory.get("peak_pss_bytes")) or finite_number(memory.get("peak_rss_bytes"))
     gap = finite_number((run.parity or {}).get("max_abs_dlogp"))
+    gaps, kls = ([y for y in run.series(name).ys if y is not None] for name in ("version_gap", "kl_mean"))
     tiles = [
+        ("Rollout speed", f"{format_number(median(speeds))} tok/s" if speeds else "—", "median over batches"),
+        ("Version gap", format_number(max(gaps, default=None)), "largest, in batches"),
+        ("Mean KL", format_number(kls[-1] if kls else None), "nats/token, last batch"),
         ("Time", format_duration(_seconds(run)), ""),
         ("Batches trained", format_number(run.steps), f"of {planned}" if planned else ""),
         (
@@ -81,7 +85,6 @@ def _tiles(run: RunData, pool: PoolView) -> Markup:
             format_number(pool.trained_rollouts or None),
             f"{pool.trained_tokens:,} tokens" if pool.trained_rollouts else "",
         ),
-        ("Rollout speed", f"{format_number(median(speeds))} tok/s" if speeds else "—", "median over batches"),
         ("Peak memory", format_bytes(peak), ""),
         ("Sampler against trainer", format_number(gap), "largest |Δ log-prob|"),
     ]

@@ -26,6 +26,7 @@ class AlarmKind(enum.StrEnum):
     ALL_ZERO_REWARDS = "all rewards zero"
     KL_RUNAWAY = "KL runaway"
     SKIPPED_STEP = "skipped step"
+    FEW_PROMPTS = "few distinct prompts"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Alarm:
 
 @dataclass(frozen=True)
 class AlarmRules:
-    """When to raise. The first three are lengths in batches in a row (``monitor.*_batches_alarm``). KL (nats/token) is
+    """When to raise. The first three are lengths in batches in a row (``monitor.*_batches_alarm``); so is
+    `few_prompts_batches`, of batches with fewer distinct prompts than groups and than `few_prompts`. KL (nats/token) is
     compared with `kl_factor` times its mean over the batches `kl_first` to `kl_last`; a mean below `kl_noise_floor`
     counts as the floor, so that a policy that has hardly moved yet raises nothing.
 
@@ -58,6 +60,8 @@ class AlarmRules:
     failure_batches: int = 3
     dropped_batches: int = 3
     zero_reward_batches: int = 3
+    few_prompts_batches: int = 3
+    few_prompts: int = 8
     kl_factor: float = 10.0
     kl_first: int = 5
     kl_last: int = 15
@@ -88,9 +92,9 @@ class _Streak:
 class Alarms:
     """A metric sink that raises alarms. Each is raised once per episode and again only after it has cleared.
 
-    Reads `failures_<cause>` (or `failures`), `groups` and `dropped_groups`, `reward_mean` and `reward_std`, `kl_mean`,
-    `skipped`. A row that carries a rule's names is one batch; on other rows the rule is not judged. A step may repeat:
-    a skipped batch is followed by another try. `raised` keeps every alarm in order.
+    Reads `failures_<cause>` (or `failures`), `groups` with `dropped_groups` and `prompts`, `reward_mean` and
+    `reward_std`, `kl_mean`, `skipped`. A row that carries a rule's names is one batch; on other rows the rule is not
+    judged. A step may repeat: a skipped batch is followed by another try. `raised` keeps every alarm in order.
 
     >>> alarms = Alarms(on_alarm=lambda alarm: print(alarm.kind))
     >>> for step in (1, 2, 3, 4):
@@ -110,6 +114,7 @@ class Alarms:
         self._failures: dict[str, _Streak] = {}
         self._dropped = _Streak(self._rules.dropped_batches)
         self._zero = _Streak(self._rules.zero_reward_batches)
+        self._few = _Streak(self._rules.few_prompts_batches)
         self._skipped = _Streak(1)
         self._kl_early = RunningStats()
         self._kl_high = False
@@ -130,7 +135,7 @@ class Alarms:
 
     def _judge(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         found = self._judge_failures(step, values)
-        for rule in (self._judge_drops, self._judge_rewards, self._judge_kl, self._judge_skips):
+        for rule in (self._judge_drops, self._judge_rewards, self._judge_prompts, self._judge_kl, self._judge_skips):
             alarm = rule(step, values)
             if alarm is not None:
                 found.append(alarm)
@@ -178,6 +183,19 @@ class Alarms:
         )
         keys = ("reward.function", "rollout.max_new_tokens", "rollout.system_prompt")
         return Alarm(AlarmKind.ALL_ZERO_REWARDS, step, message, keys)
+
+    def _judge_prompts(self, step: int, values: Mapping[str, float]) -> Alarm | None:
+        if "groups" not in values or "prompts" not in values:
+            return None
+        rules, prompts = self._rules, values["prompts"]
+        if not self._few.extend(bad=prompts < min(rules.few_prompts, values["groups"])):
+            return None
+        message = (
+            f"The same prompts came twice, leaving fewer than {rules.few_prompts} distinct ones, in "
+            f"{rules.few_prompts_batches} batches in a row; {prompts:.0f} in {values['groups']:.0f} groups of the last."
+        )
+        keys = ("task.source", "schedule.rest_batches", "schedule.prompt_weights")
+        return Alarm(AlarmKind.FEW_PROMPTS, step, message, keys)
 
     def _judge_kl(self, step: int, values: Mapping[str, float]) -> Alarm | None:
         kl = values.get("kl_mean")

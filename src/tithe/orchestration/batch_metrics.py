@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tithe.rewards import is_readable, score_of
+from tithe.rewards import is_readable, mean_overlap, score_of
 from tithe.types import FinishReason, RolloutGroup
 
 
@@ -23,6 +23,9 @@ def batch_metrics(groups: Sequence[RolloutGroup], serial: int) -> dict[str, floa
     row = {"groups": float(len(groups)), "prompts": float(len({group.prompt_id for group in groups}))}
     row |= {"samples_per_prompt": float(np.mean([len(group.rollouts) for group in groups]))}
     row |= {"age_mean": float(np.mean(ages)), "age_max": float(max(ages))}
+    alike = [mean_overlap([r.token_ids for r in group.rollouts if r.failure is None]) for group in groups]
+    if any(len(overlap) for overlap in alike):
+        row |= {"overlap": float(np.concatenate(alike).mean())}
     if rewards:
         row |= {
             "reward_mean": float(np.mean(rewards)),

@@ -19,6 +19,7 @@ from tithe.orchestration.counters import RolloutCounters
 from tithe.orchestration.playing import Player
 from tithe.orchestration.served import ServedPolicy, ServedVersion
 from tithe.pool import Admission, Pool
+from tithe.rewards import penalise_likeness
 from tithe.staleness import Bounds
 from tithe.types import PromptItem, Rollout, RolloutEngine, RolloutGroup, SamplingParams
 
@@ -31,7 +32,8 @@ class RolloutPlan:
     (`rl.rollout_buffer_size`); `max_running` bounds the rollouts that have not ended (`engine.max_running`), so that a
     group is bound to a version only when the engine has room for it. `failed_batches` is how many batches' worth of
     rollouts may fail in a row, in groups of which nothing can be used, before the run ends. `schedule` and `sizes` say
-    what changes from batch to batch and from prompt to prompt.
+    what changes from batch to batch and from prompt to prompt. `diversity_penalty` is taken off the rewards of a group,
+    times each completion's likeness to the others.
     """
 
     params: SamplingParams
@@ -41,6 +43,7 @@ class RolloutPlan:
     failed_batches: int = 3
     schedule: Schedule | None = None
     sizes: GroupSizes = field(default_factory=GroupSizes)
+    diversity_penalty: float = 0.0
 
 
 class RolloutLoop:
@@ -189,6 +192,8 @@ class RolloutLoop:
                 self._served.release(served)
             if not rollouts or any(r.failure and r.failure.cause is FailureCause.TIMEOUT for r in rollouts):
                 self._engine.cancel(admission.group_id)  # given up, or a sample that nobody waits for any more
+        if self._plan.diversity_penalty > 0:
+            rollouts = penalise_likeness(rollouts, self._plan.diversity_penalty)
         version = served.version
         self._settle(
             RolloutGroup(

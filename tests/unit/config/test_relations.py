@@ -108,13 +108,33 @@ def test_the_staleness_relations_are_exactly_the_written_ones(group, batch, lag,
         (["rollout.top_p=0.9", "rollout.min_p=0.1"], ["rollout.top_p, rollout.min_p"]),
         (["rollout.on_publish=keep"], ["rollout.on_publish = keep"]),
         (["optimizer.warmup_steps=100"], ["optimizer.warmup_steps = 100", "run.max_steps = 100"]),
-        (["rl.batch_size_per_update=8"], ["one question"]),
+        (["rl.batch_size_per_update=32"], ["rl.batch_size_per_update = 32", "4 distinct prompts", "raise it to 64"]),
+        (
+            ["optimizer.lr=3e-4", "rl.kl_coef=0.004"],
+            [
+                "optimizer.lr = 0.0003",
+                "rl.kl_coef = 0.004",
+                "lower optimizer.lr to 0.0001",
+                "raise rl.kl_coef to 0.005",
+            ],
+        ),
+        (
+            ["schedule.phases=[{name: a}, {name: late, lr: 2e-4, kl_coef: 0}]"],
+            ["rl.kl_coef = 0 in phase late of schedule.phases"],
+        ),
+        (["schedule.phases=[{name: wide, samples_per_prompt: 16}, {name: b}]"], ["in phase wide", "raise it to 128"]),
+        (["schedule.phases=[{name: wide, top_p: 0.9}, {name: b}]"], ["top_p of phase wide"]),
     ],
 )
 def test_what_is_doubtful_is_one_warning_that_names_its_keys(overrides, words):
     (warning,) = config_warnings(load_config(None, overrides))
     for word in words:
         assert word in warning
+
+
+@pytest.mark.parametrize("overrides", [["rl.batch_size_per_update=64"], ["optimizer.lr=1e-4", "rl.kl_coef=0"], []])
+def test_at_the_limits_nothing_is_doubtful(overrides):
+    assert config_warnings(load_config(None, overrides)) == []
 
 
 @pytest.mark.parametrize("lag", [8, 9, 32])

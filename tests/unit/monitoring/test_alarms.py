@@ -30,13 +30,15 @@ SOME = {"reward_mean": 0.0, "reward_std": 0.5}
         (AlarmKind.REPEATED_FAILURE, {"failures_timeout": 2}, {"failures_timeout": 0}),
         (AlarmKind.REPEATED_FAILURE, {"failures": 1}, {"failures": 0}),
         (AlarmKind.MOSTLY_DROPPED, {"groups": 8, "dropped_groups": 9}, {"groups": 8, "dropped_groups": 8}),
+        (AlarmKind.FEW_PROMPTS, {"groups": 16, "prompts": 7}, {"groups": 16, "prompts": 8}),
+        (AlarmKind.FEW_PROMPTS, {"groups": 4, "prompts": 3}, {"groups": 4, "prompts": 4}),
     ],
 )
 def test_three_bad_batches_in_a_row_raise_one_alarm_and_two_none(kind, bad, good):
     assert run([bad, bad, good, bad, bad]) == []
     assert run([bad] * 10) == [(kind, 3)]
     assert run([bad] * 3 + [good] + [bad] * 3) == [(kind, 3), (kind, 7)]
-    rules = AlarmRules(failure_batches=2, dropped_batches=2, zero_reward_batches=2)
+    rules = AlarmRules(failure_batches=2, dropped_batches=2, zero_reward_batches=2, few_prompts_batches=2)
     assert run([bad, bad], rules) == [(kind, 2)]
 
 

@@ -93,6 +93,13 @@ def test_a_finished_run_has_everything_and_refers_to_nothing_outside(run_dir):
     assert path.stat().st_size < 1_000_000
 
 
+def test_the_three_figures_of_health_come_first(run_dir):
+    page = build_report(run_dir).read_text()
+    labels = re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>", page)
+    assert [label for label, _ in labels][:3] == ["Rollout speed", "Version gap", "Mean KL"]
+    assert all(re.match(r"[0-9]", value) for _, value in labels[:3])
+
+
 def test_the_table_says_what_the_evaluations_say(run_dir):
     first, last = (json.loads(sorted((run_dir / "eval").iterdir())[i].read_text()) for i in (0, -1))
     page = Page(build_report(run_dir))
