@@ -111,7 +111,7 @@ def test_replayed_rows_count_but_are_not_told_again(tmp_path):
 
 def test_every_remedy_is_a_key_of_the_configuration():
     failures = {f"failures_{cause}": 1 for cause in [*FailureCause, "new"]}
-    always = {**ZERO, **failures, "groups": 1, "dropped_groups": 5, "skipped": 1}
+    always = {**ZERO, **failures, "groups": 1, "prompts": 0, "dropped_groups": 5, "skipped": 1}
     rows = [{**always, "kl_mean": 0.02 if step < 16 else 9.0} for step in range(20)]
     alarms = Alarms(on_alarm=lambda alarm: None)
     for step, values in enumerate(rows, 1):
