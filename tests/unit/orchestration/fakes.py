@@ -252,14 +252,7 @@ class World:
             served=self.served,
             control=self.control,
             bounds=self.bounds,
-            plan=RolloutPlan(
-                PARAMS,
-                on_publish=on_publish,
-                buffer=buffer,
-                max_running=12,
-                schedule=schedule,
-                sizes=sizes or GroupSizes(),
-            ),
+            plan=RolloutPlan(PARAMS, on_publish, buffer, 12, schedule=schedule, sizes=sizes or GroupSizes()),
             counters=self.counters,
         )
         if rewind is not None and rewind.checkpoint is not None:
