@@ -32,7 +32,7 @@ sandbox's own boundary, in processes that do not import the house.
 Anywhere else a broad `except` must end in `raise`: it cleans up or translates."""
 
 TORCH_FREE = ("errors", "types", "config", "arch", "advantages", "staleness", "metrics", "renderers", "rewards")
-TORCH_FREE += ("sandbox", "pool", "envs", "simulator", "monitoring", "cli.main")
+TORCH_FREE += ("sandbox", "pool", "planner", "envs", "simulator", "monitoring", "cli.main")
 HEAVY = ("torch", "transformers", "numba")
 
 

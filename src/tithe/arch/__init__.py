@@ -5,16 +5,18 @@ and read lazily; `ArchSpec` and the functions on it need no file and no numpy, f
 byte account of a base by tensor group and rank, `Shard` the one rule of what a rank holds.
 """
 
-from tithe.arch.accounting import Account, HeldTensor, RankAccount, Tally, account, iter_held
+from tithe.arch.accounting import Account, HeldTensor, RankAccount, Tally, account, family_bytes, iter_held
 from tithe.arch.architectures import ARCHITECTURES, Architecture
 from tithe.arch.bases import BASES, Base, checkpoint_base, make_base, published_base
 from tithe.arch.buildable import build_obstacles, check_buildable
 from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes, combine_digests
+from tithe.arch.described import OtherAttention
 from tithe.arch.formats import StoredFormat, TensorFormat, grouped_bytes
+from tithe.arch.inspection import Target, find_target
 from tithe.arch.known import known_config, known_names
 from tithe.arch.locate import describe_checkpoint, find_demo_model, read_checkpoint
 from tithe.arch.quantization import Quantization, read_quantization
-from tithe.arch.sharding import Shard, owner_of
+from tithe.arch.sharding import Shard, owner_of, tensor_parallel_share
 from tithe.arch.spec import ArchSpec
 from tithe.arch.tensors import (
     TensorFamily,
@@ -22,6 +24,7 @@ from tithe.arch.tensors import (
     iter_tensors,
     kv_bytes_per_token,
     linear_shapes,
+    sequence_bytes,
     tensor_families,
     tensor_shapes,
 )
@@ -36,11 +39,13 @@ __all__ = [
     "Checkpoint",
     "GenerationInfo",
     "HeldTensor",
+    "OtherAttention",
     "Quantization",
     "RankAccount",
     "Shard",
     "StoredFormat",
     "Tally",
+    "Target",
     "TensorEntry",
     "TensorFamily",
     "TensorFormat",
@@ -52,7 +57,9 @@ __all__ = [
     "checkpoint_base",
     "combine_digests",
     "describe_checkpoint",
+    "family_bytes",
     "find_demo_model",
+    "find_target",
     "grouped_bytes",
     "iter_held",
     "iter_tensors",
@@ -65,6 +72,8 @@ __all__ = [
     "published_base",
     "read_checkpoint",
     "read_quantization",
+    "sequence_bytes",
     "tensor_families",
+    "tensor_parallel_share",
     "tensor_shapes",
 ]

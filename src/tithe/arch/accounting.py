@@ -131,6 +131,16 @@ def account(spec: ArchSpec, base: Base, n_ranks: int = 1) -> Account:
     return Account(spec, base.name, whole, tuple(ranks))
 
 
+def family_bytes(spec: ArchSpec, base: Base) -> tuple[tuple[TensorFamily, int], ...]:
+    """(family, bytes of all its tensors), each tensor once. `ModelError` as in `account`."""
+    sums: dict[TensorFamily, int] = {}
+    for lot in _lots(spec, base):
+        shares = lot.n_layers * (len(lot.experts) if lot.family.n_experts else 1)
+        n_bytes = shares * _n_bytes(lot.family.name, lot.stored, lot.family.one_expert)[0]
+        sums[lot.family] = sums.get(lot.family, 0) + n_bytes
+    return tuple(sums.items())
+
+
 def iter_held(spec: ArchSpec, base: Base, shard: Shard) -> Iterator[HeldTensor]:
     """Every tensor that a rank holds, in canonical order. `ModelError` as in `account`."""
     mine = shard.experts(spec.n_experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
+from tithe.arch.described import DESCRIBED
 from tithe.arch.files import quote
 from tithe.errors import ModelError
 
@@ -23,17 +24,16 @@ Architecture = Literal[
 ARCHITECTURES: Final[tuple[Architecture, ...]] = get_args(Architecture)
 """What a config may ask for besides says `check_buildable`."""
 
-_ALIASES: Final[Mapping[str, Architecture]] = {"kimi_k2": "deepseek_v3"}
+_ALIASES: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 """Model types that are another's architecture under their own name."""
 
 
 def check_architecture(model_type: object) -> Architecture:
     """The architecture with this `model_type`, or `ModelError` naming those that are known."""
+    name = ({**_ALIASES, **DESCRIBED}).get(model_type, model_type) if isinstance(model_type, str) else None
     for architecture in ARCHITECTURES:
-        if model_type == architecture:
+        if name == architecture:
             return architecture
-    if isinstance(model_type, str) and model_type in _ALIASES:
-        return _ALIASES[model_type]
     raise ModelError(
         f"config: model_type is {quote(str(model_type))}, which Tithe does not know; "
         f"supported: {', '.join([*ARCHITECTURES, *_ALIASES])}. Choose a model of one of these types"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from tithe.arch.described import DESCRIBED
 from tithe.arch.files import quote
 from tithe.arch.formats import TensorFormat
 from tithe.arch.quantization import read_quantization
@@ -21,6 +22,8 @@ def build_obstacles(config: Mapping[str, Any]) -> Iterator[str]:
     Each is a feature that would be computed wrongly if it were ignored. `ModelError` when the config itself is broken.
     """
     spec = ArchSpec.from_config(config)
+    if config.get("model_type") in DESCRIBED:
+        yield f"model_type {quote(str(config.get('model_type')))} is described for plans and not run"
     if spec.activation != "silu":
         yield f"hidden_act is {quote(spec.activation)}; only silu is supported"
     yield from _packing_obstacles(config)

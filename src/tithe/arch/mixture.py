@@ -56,6 +56,10 @@ class Mixture:
     n_shared: int = 0
     """Experts that every token passes, kept as one MLP of `n_shared` times the width."""
     routing: Routing = Routing()
+    has_shared_gate: bool = False
+    """True when the shared expert's output is weighed by a gate of its own (Qwen3.5)."""
+    latent_size: int = 0
+    """Width that routed experts read and write, when it is not the model's (Kimi-K3); 0: the model's."""
 
 
 def read_mixture(read: ConfigReader, architecture: Architecture, n_layers: int) -> Mixture:
@@ -80,29 +84,32 @@ def _qwen3(read: ConfigReader, n_layers: int) -> Mixture:
     return Mixture(
         n_experts=n_experts,
         n_experts_per_token=read.size("num_experts_per_tok", limit=n_experts),
-        width=read.size("moe_intermediate_size"),
+        width=(width := read.size("moe_intermediate_size")),
         layers=tuple(n for n in range(n_layers) if n not in dense and (n + 1) % step == 0),
+        n_shared=(n_shared := read.count("shared_expert_intermediate_size") // width),
+        has_shared_gate=n_shared > 0,
         routing=Routing("softmax", norm_topk_prob=read.flag("norm_topk_prob")),
     )
 
 
 def _deepseek(read: ConfigReader, n_layers: int) -> Mixture:
     """All layers but the first `first_k_dense_replace`, each with shared experts."""
-    if read.size("moe_layer_freq", 1) != 1:
-        raise ModelError("config: moe_layer_freq above 1 is not supported; every layer after the first is a mixture")
+    layers = _mixture_layers(read, n_layers)
     scoring = read.text("scoring_func", "sigmoid")
     if scoring != "sigmoid":
         raise ModelError(f"config: scoring_func is {quote(scoring)}; only sigmoid is supported")
-    n_experts = read.size("n_routed_experts", limit=MAX_EXPERTS)
+    n_experts = read.size(_key(read, "n_routed_experts", "num_experts"), limit=MAX_EXPERTS)
     n_groups = read.size("n_group", 1)
+    default_shared = 0 if read.config.get("model_type") == "mimo_v2_flash" else 1
     if n_experts % n_groups:
         raise ModelError(f"config: n_group {n_groups} does not divide n_routed_experts {n_experts}")
     return Mixture(
         n_experts=n_experts,
-        n_experts_per_token=read.size("num_experts_per_tok", limit=n_experts),
+        n_experts_per_token=read.size(_key(read, "num_experts_per_tok", "num_experts_per_token"), limit=n_experts),
         width=read.size("moe_intermediate_size"),
-        layers=tuple(range(read.count("first_k_dense_replace", limit=n_layers), n_layers)),
-        n_shared=read.count("n_shared_experts", 1, limit=MAX_EXPERTS),
+        layers=layers,
+        n_shared=read.count(_key(read, "n_shared_experts", "num_shared_experts"), default_shared, limit=MAX_EXPERTS),
+        latent_size=read.count("routed_expert_hidden_size"),
         routing=Routing(
             "sigmoid",
             n_groups=n_groups,
@@ -111,6 +118,23 @@ def _deepseek(read: ConfigReader, n_layers: int) -> Mixture:
             norm_topk_prob=read.flag("norm_topk_prob", default=True),
         ),
     )
+
+
+def _key(read: ConfigReader, name: str, other: str) -> str:
+    """Some releases call the same number otherwise."""
+    return other if name not in read.config and other in read.config else name
+
+
+def _mixture_layers(read: ConfigReader, n_layers: int) -> tuple[int, ...]:
+    """From `moe_layer_freq` when it is a list of 0 and 1, else all after `first_k_dense_replace`."""
+    every = read.get("moe_layer_freq", 1)
+    if isinstance(every, list):
+        if len(every) != n_layers or not {0, 1}.issuperset(every):
+            raise ModelError(f"config: moe_layer_freq needs 0 or 1 for each of the {n_layers} layers")
+        return tuple(layer for layer, is_mixture in enumerate(every) if is_mixture)
+    if every != 1:
+        raise ModelError("config: moe_layer_freq above 1 is not supported; every layer after the first is a mixture")
+    return tuple(range(read.count("first_k_dense_replace", limit=n_layers), n_layers))
 
 
 def _every_layer(read: ConfigReader, architecture: Architecture, n_layers: int) -> Mixture:

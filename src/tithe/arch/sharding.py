@@ -15,7 +15,10 @@ one rank layout. The planner can afford 4 GB, the certificate cannot.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from tithe.arch.spec import ArchSpec
+from tithe.arch.tensors import TensorFamily, TensorGroup
 from tithe.errors import ConfigError
 
 
@@ -46,3 +49,27 @@ def owner_of(expert: int, n_experts: int, n_ranks: int) -> int:
     size, rest = divmod(n_experts, n_ranks)
     longer = rest * (size + 1)
     return expert // (size + 1) if expert < longer else rest + (expert - longer) // size
+
+
+_WHOLE: Final = (".q_a_proj.", ".kv_a_proj_with_mqa.", ".indexer.")
+"""Projections into a bottleneck: too narrow to split, and every rank needs their whole result."""
+
+
+def tensor_parallel_share(family: TensorFamily, spec: ArchSpec, tp: int) -> tuple[int, int]:
+    """(numerator, denominator) of a family that one of `tp` ranks holds, when each matrix is split between them.
+
+    The rule of engines such as vLLM, for plans with one; Tithe's own ranks follow `Shard`. Columns of the projections
+    into heads and MLPs and rows of those out of them are split, embedding and head by vocabulary. Heads of keys and
+    values are split until each rank has one, and repeated beyond.
+
+    >>> from tithe.arch import known_config, tensor_families
+    >>> qwen = ArchSpec.from_config(known_config("qwen3-235b-a22b"))
+    >>> [f.name for f in tensor_families(qwen) if tensor_parallel_share(f, qwen, 8) == (1, 4)][0][-13:]
+    'k_proj.weight'
+    """
+    is_narrow = any(part in family.name for part in _WHOLE)
+    if family.group in (TensorGroup.NORMS, TensorGroup.ROUTER) or is_narrow:
+        return 1, 1
+    if any(f".{part}_proj." in family.name for part in "kv") and family.group is TensorGroup.ATTENTION:
+        return 1, min(tp, spec.n_kv_heads)
+    return 1, tp

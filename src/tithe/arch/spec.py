@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from tithe.arch.architectures import Architecture, architecture_of
 from tithe.arch.attention import LatentAttention, Window, read_latent, read_window
 from tithe.arch.config_reader import ConfigReader
+from tithe.arch.described import OtherAttention, read_others
 from tithe.arch.mixture import Mixture, Routing, read_mixture
 from tithe.arch.rope import rope_parameters
 from tithe.errors import ModelError
@@ -71,6 +72,14 @@ class ArchSpec:
     mixture: Mixture
     n_mtp_layers: int
     """Layers for predicting further tokens that a checkpoint may hold after the last one; they are never loaded."""
+    others: tuple[OtherAttention, ...] = ()
+    """Attention that is planned for and not run."""
+
+    @property
+    def own_attention(self) -> tuple[int, ...]:
+        """Layers whose attention is the architecture's own kind, ascending."""
+        replaced = {layer for other in self.others if not other.is_extra for layer in other.layers}
+        return tuple(layer for layer in range(self.n_layers) if layer not in replaced)
 
     @property
     def is_moe(self) -> bool:
@@ -149,7 +158,7 @@ class ArchSpec:
             n_heads=heads,
             n_kv_heads=_kv_heads(read, architecture, heads),
             head_dim=head_dim,
-            intermediate_size=read.size("intermediate_size"),
+            intermediate_size=read.size("intermediate_size", _default_width(read)),
             vocab_size=read.size("vocab_size"),
             rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
             max_position_embeddings=read.size("max_position_embeddings"),
@@ -168,6 +177,7 @@ class ArchSpec:
             latent=latent,
             mixture=read_mixture(read, architecture, layers),
             n_mtp_layers=read.count("num_nextn_predict_layers", limit=_MAX_LAYERS),
+            others=read_others(config, layers),
         )
 
 
@@ -185,6 +195,12 @@ def _default_head_dim(architecture: Architecture, hidden: int, heads: int) -> in
     if architecture in fixed:
         return fixed[architecture]
     return hidden // heads if hidden % heads == 0 else None
+
+
+def _default_width(read: ConfigReader) -> int | None:
+    """Qwen3.5's mixtures have no dense layer and say no width of one; `None` when it must be given."""
+    is_free = str(read.config.get("model_type")).startswith("qwen3_5_moe")
+    return read.size("moe_intermediate_size") if is_free else None
 
 
 def _biases(read: ConfigReader, architecture: Architecture) -> tuple[bool, bool]:

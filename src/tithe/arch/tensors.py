@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from tithe.arch.described import OtherAttention
 from tithe.arch.formats import TensorFormat
 from tithe.arch.spec import ArchSpec
 
@@ -122,14 +123,15 @@ def tensor_families(spec: ArchSpec) -> tuple[TensorFamily, ...]:
     """Every family of a complete checkpoint, in canonical order. A tied head is not listed."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
     dense = tuple(sorted(set(range(spec.n_layers)).difference(spec.moe_layers)))
-    every = tuple(range(spec.n_layers))
+    every, own = tuple(range(spec.n_layers)), spec.own_attention
     families = [
         TensorFamily("model.embed_tokens.weight", (vocab, hidden), TensorGroup.EMBEDDING),
         _norm("input_layernorm", hidden, every),
-        *(_latent_attention(spec, every) if spec.latent else _attention(spec, every)),
+        *(_latent_attention(spec, own) if spec.latent else _attention(spec, own)),
+        *(family for other in spec.others for family in _other_attention(other)),
         *(_mlp(spec, "mlp", spec.intermediate_size, TensorGroup.DENSE_MLP, dense) if dense else ()),
         *(_experts(spec) if spec.is_moe else ()),
-        *_qk_norms(spec, every),
+        *_qk_norms(spec, own),
         _norm("post_attention_layernorm", hidden, every),
         *(_router(spec) if spec.is_moe else ()),
         TensorFamily("model.norm.weight", (hidden,), TensorGroup.NORMS),
@@ -191,7 +193,27 @@ def kv_bytes_per_token(spec: ArchSpec, bytes_per_element: int) -> int:
     for each token: it reads only its window, but a page holds all layers.
     """
     per_layer = spec.latent.cached_per_token if spec.latent else 2 * spec.kv_size
-    return spec.n_layers * per_layer * bytes_per_element
+    elements = len(spec.own_attention) * per_layer
+    elements += sum(len(other.layers) * other.cached_per_token for other in spec.others)
+    return elements * bytes_per_element
+
+
+def sequence_bytes(spec: ArchSpec, n_tokens: int, bytes_per_element: int, *, is_windowed: bool = False) -> int:
+    """Bytes that one sequence of `n_tokens` keeps: keys and values, an indexer's keys, and states of linear attention.
+
+    `is_windowed`: layers with a sliding window keep that many tokens and no more, as engines with a cache for each kind
+    of layer do; Tithe's own pages hold all layers.
+    """
+    n_bytes = n_tokens * kv_bytes_per_token(spec, bytes_per_element)
+    if is_windowed:
+        per_layer = 2 * spec.kv_size * bytes_per_element
+        n_bytes -= len(spec.window.layers) * per_layer * max(0, n_tokens - (spec.window.size or n_tokens))
+        for other in spec.others:
+            beyond = max(0, n_tokens - (other.window or n_tokens))
+            n_bytes -= len(other.layers) * other.cached_per_token * bytes_per_element * beyond
+    for other in spec.others:
+        n_bytes += len(other.layers) * (n_tokens * other.index_bytes_per_token + 4 * other.state_elements)
+    return n_bytes
 
 
 def _norm(module: str, width: int, layers: tuple[int, ...]) -> TensorFamily:
@@ -251,6 +273,18 @@ def _latent_attention(spec: ArchSpec, layers: tuple[int, ...]) -> list[TensorFam
     return families + _linear("self_attn.o_proj", out, group, layers, has_bias=spec.o_bias)
 
 
+def _other_attention(other: OtherAttention) -> list[TensorFamily]:
+    families = [
+        family
+        for module, out, width in other.linears
+        for family in _linear(f"self_attn.{module}", (out, width), TensorGroup.ATTENTION, other.layers)
+    ]
+    for module, shape in other.vectors:
+        name = f"model.layers.{LAYER}.self_attn.{module}"
+        families.append(TensorFamily(name, shape, TensorGroup.ATTENTION, other.layers))
+    return families
+
+
 def _qk_norms(spec: ArchSpec, layers: tuple[int, ...]) -> list[TensorFamily]:
     if spec.norms_qk == "none":
         return []
@@ -272,8 +306,12 @@ def _experts(spec: ArchSpec) -> list[TensorFamily]:
     """Routed experts, then the shared one."""
     if spec.architecture == "gpt_oss":
         return _stacked_experts(spec)
-    hidden, width, group = spec.hidden_size, spec.moe_intermediate_size, TensorGroup.ROUTED_EXPERTS
+    width, group = spec.moe_intermediate_size, TensorGroup.ROUTED_EXPERTS
+    hidden = spec.mixture.latent_size or spec.hidden_size
     families: list[TensorFamily] = []
+    if spec.mixture.latent_size:
+        for part, shape in (("down", (hidden, spec.hidden_size)), ("up", (spec.hidden_size, hidden))):
+            families += _linear(f"mlp.latent_{part}_proj", shape, TensorGroup.SHARED_EXPERT, spec.moe_layers)
     for part, shape in zip(_expert_parts(spec), ((width, hidden), (width, hidden), (hidden, width)), strict=True):
         module = f"{_block(spec)}.experts.{EXPERT}.{part}"
         families += _linear(module, shape, group, spec.moe_layers, n_experts=spec.n_experts)
@@ -304,6 +342,9 @@ def _router(spec: ArchSpec) -> list[TensorFamily]:
     block, experts, layers = _block(spec), spec.n_experts, spec.moe_layers
     gate = f"model.layers.{LAYER}.{block}.{'router' if spec.architecture == 'gpt_oss' else 'gate'}"
     families = [TensorFamily(f"{gate}.weight", (experts, spec.hidden_size), TensorGroup.ROUTER, layers)]
+    if spec.mixture.has_shared_gate:
+        name = f"model.layers.{LAYER}.mlp.shared_expert_gate.weight"
+        families.append(TensorFamily(name, (1, spec.hidden_size), TensorGroup.ROUTER, layers))
     if spec.architecture == "gpt_oss":
         families.append(TensorFamily(f"{gate}.bias", (experts,), TensorGroup.ROUTER, layers))
     if spec.routing.has_correction_bias:

@@ -10,6 +10,8 @@
     parity    build.parity(cfg_or_run_dir)                 RunConfig of a run file, or Path of a run directory
     report    build.report(run_dir)                        Path
     inspect   arch.inspect(target, base, n_ranks)          text, text, int; free of torch
+    plan      planner.plan(model, hardware, …)             texts and numbers; free of torch (`cli.planning`)
+    compare   planner.compare(models, hardware, …)         as plan
     capacity  build.capacity(cfg, run_dir, ranks, …)       RunConfig, Path, list of int, --steps, --full-lr (or None)
     simulate  simulator.simulate_target(target, …)         text, list of texts, Options; free of torch
     demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
@@ -29,6 +31,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tithe.cli.planning import compare, plan
 
 if TYPE_CHECKING:
     from tithe.config import RunConfig
@@ -194,6 +198,8 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "parity": parity,
     "report": report,
     "inspect": inspect,
+    "plan": plan,
+    "compare": compare,
     "capacity": capacity,
     "simulate": simulate,
     "demo": demo,

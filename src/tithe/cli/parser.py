@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from tithe.cli.planning import add_commands
+
 OVERRIDES_HELP = "configuration overrides such as optimizer.lr=1e-4; all keys are in docs/configuration.md"
 
 
@@ -88,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--full-lr", type=float, metavar="LR", help="learning rate of the full run (default a tenth of optimizer.lr)"
     )
     simulate = _add_simulate(add)
+    add_commands(add)
     demo = add("demo", "train a real 4-bit model on a task that a program can check, in minutes")
     for command in (train, check, resume, evaluate, sample, parity, capacity, simulate, demo):
         overrides(command)

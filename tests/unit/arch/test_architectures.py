@@ -24,6 +24,7 @@ from tithe.arch import (
     tensor_families,
     tensor_shapes,
 )
+from tithe.arch.described import DESCRIBED
 from tithe.errors import ModelError
 
 SMALL: dict[str, Any] = {
@@ -174,7 +175,13 @@ def test_the_largest_models_are_tensor_by_tensor_what_transformers_builds(name: 
     assert tensor_shapes(spec) == published(model)
 
 
-@pytest.mark.parametrize("name", [name for name in known_names() if name not in LARGEST])
+BUILT = {"deepseek-v3.2", "glm-5", "glm-5.2", "qwen3.5-397b-a17b"}
+"""Of the models described for plans only, those that transformers builds from the same config. It does not know
+MiMo-7B, Ling, MiniMax-M1 and Kimi-K3's latent experts, and reads other keys of MiMo-V2-Flash."""
+DESCRIBED_ONLY = {name for name in known_names() if known_config(name)["model_type"] in DESCRIBED} - BUILT
+
+
+@pytest.mark.parametrize("name", [name for name in known_names() if name not in DESCRIBED_ONLY.union(LARGEST)])
 def test_known_models_have_as_many_parameters_as_transformers_builds(name: str) -> None:
     """Buffers that are saved (correction biases) count, those that are not do not."""
     spec, model = full_size_model(name)

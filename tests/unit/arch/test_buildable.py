@@ -10,6 +10,7 @@ import transformers
 
 from support.decoders import FP32, Walk, random_ids, transformers_twin
 from tithe.arch import build_obstacles, known_config, known_names, read_checkpoint
+from tithe.arch.described import DESCRIBED
 from tithe.models.loader import load_model
 
 
@@ -45,7 +46,9 @@ def test_mistral_means_what_transformers_means(tmp_path: Path, window: int | Non
 
 
 def test_known_models_can_be_run() -> None:
-    """None has an obstacle, packed or not."""
-    for name in known_names():
-        config = known_config(name)
+    """None has an obstacle, packed or not, but those that are described for plans only."""
+    for config in map(known_config, known_names()):
+        if config["model_type"] in DESCRIBED:
+            continue
+        name = config["model_type"]
         assert list(build_obstacles(config)) == [], name

@@ -1,0 +1,44 @@
+"""What every plan takes for granted, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tithe.planner.layers import COLLECTIVE_BYTES, FRAGMENTATION, PAGE_TOKENS, PREFILL_TOKENS, RUNTIME_BYTES
+from tithe.planner.request import TRAIN_SHARE, PlanRequest
+
+
+def assumptions(request: PlanRequest) -> Iterator[str]:
+    """One sentence each; only those that touch the request."""
+    yield (
+        f"{RUNTIME_BYTES:,} bytes of CUDA context and libraries and {COLLECTIVE_BYTES:,} bytes of collective buffers "
+        f"on every GPU (NVIDIA aiconfigurator); the whole of the card's memory is the budget"
+    )
+    yield f"{FRAGMENTATION:.0%} of what each step allocates anew is lost to fragmentation"
+    yield "prices are rents seen in public on the date beside them; reward workers' CPUs, storage and egress are free"
+    if request.phase != "train":
+        yield (
+            f"all {request.sequences:,} live sequences are as long as the context at once; pages hold {PAGE_TOKENS} "
+            f"tokens; no prompt is shared; a prefill has at most {PREFILL_TOKENS:,} tokens"
+        )
+        yield f"lengths are lognormal, σ = {request.length_sigma:.2f} (0.99: a 99th percentile of ten times the median)"
+        if not request.windowed_kv and (request.spec.window.layers or any(one.window for one in request.spec.others)):
+            yield "pages hold every layer, also those that look through a window, as in Tithe's engine"
+    if request.phase != "rollout":
+        yield "residual stream, norms, softmax and logits in float32, operands of products in two bytes"
+        yield (
+            f"one micro-batch of {request.micro_tokens:,} tokens on each rank at a time"
+            + (", activations recomputed layer by layer" if request.recompute else ", activations of all layers kept")
+        )
+    if request.spec.is_moe:
+        yield "experts are chosen evenly and independently; skewed routing reads fewer and loads ranks unevenly"
+    if request.layout == "separate" and request.phase == "rl":
+        yield f"{TRAIN_SHARE:.0%} of the GPUs train, the others sample (AReaL); the slower side decides"
+    if request.layout == "full":
+        yield "training state is divided over all GPUs; the engine's copy sleeps on the host while training"
+    if request.layout == "shared" and request.phase == "rl":
+        yield "sampling and training take turns on one compute lane; waiting for rewards is not hidden"
+    if request.spec.n_mtp_layers:
+        yield f"{request.spec.n_mtp_layers} layer(s) for predicting further tokens are not loaded and not counted"
+    if request.reference:
+        yield "a reference policy is scored once per trained token"

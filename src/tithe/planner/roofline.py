@@ -1,0 +1,130 @@
+"""Seconds of each piece of work: the slower of arithmetic and memory traffic, divided by an efficiency factor.
+
+    decode      bytes of weights and cache read per tick ÷ (HBM · factor), plus a fixed cost per layer
+    prefill     2 · A FLOPs a token, A the active parameters without embedding, plus attention
+    training    LoRA 4 · A (forward 2, gradient of inputs 2), every parameter 6 · A; recomputation 2 · A more
+    publish     bytes ÷ (network · factor) + a fixed cost
+
+arXiv 2211.05102 gives the decode side, arXiv 2204.02311 (appendix B) the FLOPs of training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tithe.arch import ArchSpec, TensorGroup, account, make_base, sequence_bytes, tensor_families
+from tithe.planner.costs import StepCosts
+from tithe.planner.factors import Factors
+from tithe.planner.full import engine_ranks
+from tithe.planner.hardware import Accelerator, Hardware
+from tithe.planner.memory import CAST_BYTES
+from tithe.planner.parallel import Parallel, divide, kv_ways, rank_bytes_by_group
+from tithe.planner.request import KV_BYTES, PlanRequest
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one token of a model."""
+
+    active: int
+    """Parameters that a token passes, the embedding left out: looking up a row is no product."""
+    attention_per_position: int
+    """FLOPs for each position that a token attends to, all layers."""
+
+    def forward(self, mean_positions: float) -> float:
+        """Of one token that attends to so many positions."""
+        return 2.0 * self.active + self.attention_per_position * mean_positions
+
+
+def work_of(spec: ArchSpec) -> Work:
+    """Scores and weighted values cost 2 FLOPs for each number of a head; linear attention is in `active` alone."""
+    routed = sum(f.n_parameters for f in tensor_families(spec) if f.group is TensorGroup.ROUTED_EXPERTS)
+    idle = routed - routed * spec.n_experts_per_token // spec.n_experts if routed else 0
+    total = sum(f.n_parameters for f in tensor_families(spec) if f.group is not TensorGroup.EMBEDDING)
+    head = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
+    widths = spec.head_dim + (spec.latent.v_head_dim if spec.latent else spec.head_dim)
+    layers = len(spec.own_attention)
+    return Work(total - idle + head, 2 * layers * spec.n_heads * widths)
+
+
+def step_costs(request: PlanRequest, factors: Factors, hardware: Hardware, n_train: int) -> StepCosts:
+    """Costs of one replica that samples on `hardware` and of a trainer on `n_train` GPUs of the same kind."""
+    parallel = sampling_parallel(request, hardware)
+    card, spec = hardware.accelerator, request.spec
+    groups = rank_bytes_by_group(spec, request.base, parallel)
+    experts = groups.pop(TensorGroup.ROUTED_EXPERTS, 0)
+    if not spec.tie_word_embeddings:
+        groups.pop(TensorGroup.EMBEDDING, 0)  # a tick looks up a row for each sequence
+    bandwidth = card.hbm_bytes_per_s
+    work = work_of(spec)
+    replica_gpus = parallel.ranks
+    peak = replica_gpus * flop_per_s(request, card)
+    cached = sequence_bytes(spec, 4096, KV_BYTES[request.kv_dtype], is_windowed=request.windowed_kv) / 4096
+    spread = kv_ways(spec, parallel) if parallel.uses_tp else parallel.ranks
+    per_layer = factors.decode_layer_s + (factors.decode_collective_s if parallel.ranks > 1 else 0.0)
+    prefill = factors.prefill_flops_moe if spec.is_moe else factors.prefill_flops_dense
+    own = 1 if parallel.uses_tp else parallel.ranks  # ranks that each schedule their own sequences
+    return StepCosts(
+        prefill_s_per_token=work.forward(request.prompt_tokens / 2) / (peak * prefill),
+        decode_fixed_s=spec.n_layers * per_layer,
+        decode_dense_s=sum(groups.values()) / (bandwidth * factors.hbm_dense),
+        decode_experts_s=experts / (bandwidth * factors.hbm_experts),
+        n_experts=spec.n_experts,
+        experts_per_token=spec.n_experts_per_token,
+        decode_s_per_sequence=2.0 * work.active / (peak * factors.decode_flops),
+        decode_exposed_s_per_sequence=spec.n_layers * factors.decode_layer_sequence_s / own,
+        decode_s_per_cached_token=cached / spread / (bandwidth * factors.hbm_cache),
+        train_s_per_token=train_s_per_token(request, factors, hardware.with_gpus(n_train)),
+        publish_s=publish_s(request, factors, hardware),
+        reward_s_per_rollout=request.reward_s,
+    )
+
+
+def flop_per_s(request: PlanRequest, card: Accelerator) -> float:
+    """A card's peak in the format that its products of this base run in; weights alone at 4 bits (INT4) run in BF16."""
+    name = request.base.name
+    if name in ("nvfp4", "mxfp4"):
+        return card.fp4_flop_per_s or card.bf16_flop_per_s
+    return (card.fp8_flop_per_s if name == "fp8" else None) or card.bf16_flop_per_s
+
+
+def sampling_parallel(request: PlanRequest, hardware: Hardware) -> Parallel:
+    """How the engine divides the model: as planned, or, beside full-parameter training, by matrices."""
+    if request.layout != "full":
+        return divide(request, hardware)
+    ranks = min(engine_ranks(request), hardware.gpus)
+    return Parallel(uses_tp=True, ranks=ranks, replicas=hardware.gpus // ranks)
+
+
+def train_flops_per_token(request: PlanRequest) -> tuple[float, float]:
+    """(of linears, of attention) for one trained token, recomputation and a scored reference included.
+
+    Attention's backward is twice its forward; a linear's is its forward once more, and again when it is trained.
+    """
+    work, mean = work_of(request.spec), (request.prompt_tokens + request.new_tokens) / 2
+    passes = 3 if request.layout == "full" else 2
+    forwards = (1 if request.recompute else 0) + (1 if request.reference else 0)
+    return 2.0 * work.active * (passes + forwards), work.attention_per_position * mean * (3 + forwards)
+
+
+def train_s_per_token(request: PlanRequest, factors: Factors, hardware: Hardware) -> float:
+    """Seconds that all training GPUs together take for one token."""
+    share = factors.train_flops_moe if request.spec.is_moe else factors.train_flops_dense
+    linears, attention = train_flops_per_token(request)
+    peak = hardware.gpus * hardware.accelerator.bf16_flop_per_s
+    return (linears / share + attention / factors.train_flops_attention) / peak
+
+
+def publish_bytes(request: PlanRequest) -> int:
+    """What a new version sends: the adapter's cast, or every weight in BF16."""
+    if request.layout == "full":
+        return account(request.spec, make_base("bf16", request.config)).total.n_bytes
+    return request.adapter.total * CAST_BYTES
+
+
+def publish_s(request: PlanRequest, factors: Factors, hardware: Hardware) -> float:
+    """One publish: over the links inside a node, over the network between nodes."""
+    card = hardware.accelerator
+    is_inside = hardware.nodes == 1 and request.layout != "full"
+    bandwidth = card.link_bytes_per_s if is_inside else card.scaleout_bytes_per_s
+    return factors.publish_fixed_s + publish_bytes(request) / (bandwidth * factors.publish_bandwidth)

@@ -1,0 +1,67 @@
+"""The memory model of this project's own process: buffers by hand, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tithe.arch import ArchSpec, known_config, make_base, published_base
+from tithe.errors import ConfigError
+from tithe.planner.command import plan
+from tithe.planner.cpu import CpuRun, Micro, backward_adapter_bytes, base_bytes, cpu_side, forward_adapter_bytes
+
+CONFIG = known_config("smollm2-135m")
+SPEC = ArchSpec.from_config(CONFIG)
+RUN = CpuRun(SPEC, published_base(CONFIG), prompt=40, new=64)
+
+
+def test_micro_batches_hold_whole_groups_or_parts_with_their_prompt():
+    assert Micro.of(RUN).rows == 40 + 8 * 63  # one group of 544 rows fits 640
+    split = Micro.of(replace(RUN, micro_batch_tokens=300))
+    assert split.rows == 40 + 4 * 63  # balanced: 4 + 4, not 4 + 3 + 1
+    assert split.segments == 5
+    assert Micro.of(replace(RUN, micro_batch_tokens=1100)).rows == 2 * 544
+
+
+def test_the_base_lies_in_panels_and_norms_in_float32():
+    matrices = 134_515_008 - 61 * 576
+    assert base_bytes(RUN) == 2 * matrices + 4 * 61 * 576  # 48 divides every row count of this model
+    packed = replace(RUN, base=make_base("int4", CONFIG))
+    linears = matrices - 49_152 * 576
+    assert base_bytes(packed) == linears * 9 // 16 + 2 * 49_152 * 576 + 4 * 61 * 576
+    assert base_bytes(replace(packed, is_packed=False)) == base_bytes(RUN)
+
+
+def test_an_adapter_in_panels():
+    run = replace(RUN, lora_r=4, lora_targets=("o_proj",))
+    a, b = 48 * 576, 576 * 4  # A's four rows take a panel of 48
+    assert forward_adapter_bytes(run) == 30 * 2 * (a + b)
+    assert backward_adapter_bytes(run) == 30 * 2 * (a + b) + 30 * 2 * (576 * 4 + 48 * 576)
+
+
+def test_recomputation_keeps_the_stream_alone():
+    kept, again = (cpu_side(replace(RUN, recompute=r)).by_layer["activations"] for r in (False, True))
+    per_row = 4 * 576 + 2 * 2 * 1536 + 4 * 576 + 4 * 9 + 2 * 576 + 2 * (3 + 1 + 2 + 1) * 32
+    assert kept - again == 29 * 544 * per_row
+
+
+@pytest.mark.parametrize("name", ["lora_r", "new", "rollouts", "micro_batch_tokens", "max_context"])
+def test_memory_never_falls(name):
+    """With longer prompts it can: balanced packing then divides a batch into more, smaller parts."""
+    sizes = [cpu_side(replace(RUN, **{name: getattr(RUN, name) * n})).total_bytes for n in (1, 2, 4)]
+    assert sizes == sorted(sizes)
+
+
+def test_a_plan_for_a_processor_is_this_model():
+    answer = plan("smollm2-135m", "cpu", context=128, prompt=40, new=64, batch=64, recompute=False)
+    assert answer["per_gpu_bytes"]["masters"] == 4 * answer["adapter_params"]
+    assert answer["per_gpu_bytes"]["optimizer"] == 8 * answer["adapter_params"]
+    assert answer["fits"]
+    assert answer["fewest_gpus"] == 1
+
+
+@pytest.mark.parametrize(("model", "layout"), [("gpt-oss-20b", "shared"), ("qwen3-8b", "full")])
+def test_what_is_not_modelled_is_said(model, layout):
+    with pytest.raises(ConfigError, match=r"cpu|processor"):
+        plan(model, "cpu", layout=layout)
