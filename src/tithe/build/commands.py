@@ -100,7 +100,9 @@ def check(cfg: RunConfig) -> dict[str, object]:
     once = cfg.run.model_copy(update={"max_steps": 1, "checkpoint_every": 1, "eval_every": None})
     monitor = cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False})
     lora = cfg.lora.model_copy(update={"init_from": None})
-    small = cfg.model_copy(update={"model": model, "lora": lora, "rl": rl, "run": once, "monitor": monitor})
+    schedule = cfg.schedule.model_copy(update={"phases": cfg.schedule.phases[:1]})  # one step sees one phase: the first
+    sections = {"model": model, "lora": lora, "rl": rl, "run": once, "monitor": monitor, "schedule": schedule}
+    small = cfg.model_copy(update=sections)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "check"
         finished = run(small, run_dir, evaluating=False, report=False)

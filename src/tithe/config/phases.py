@@ -110,7 +110,7 @@ def phase_starts(phases: tuple[Phase, ...], total: int) -> tuple[int, ...]:
         return (0, *(phase.until_step or 0 for phase in phases[:-1]))
     shares = [1.0 if phase.share is None else phase.share for phase in phases]
     before = [sum(shares[:i]) for i in range(len(shares))]
-    whole = sum(shares)
+    whole = sum(shares) or 1.0
     return tuple(int(total * part / whole + 0.5) for part in before)
 
 

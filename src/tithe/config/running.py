@@ -49,8 +49,8 @@ class RunSettings(Section):
     batch."""
 
     max_steps: int = Field(default=100, ge=1)
-    """Batches to train; also the length of the learning-rate schedule, so changing it on a resume stretches the
-    schedule."""
+    """Batches to train; also the length of the learning-rate schedule and of phases with shares, so changing it on a
+    resume stretches them."""
 
     max_minutes: float | None = Field(default=None, gt=0)
     """Stop cleanly, with checkpoint and final evaluation, after this many minutes of this process. `null` is no
