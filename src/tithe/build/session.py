@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,18 @@ from tithe.build.full import copied_engine, full_trainer
 from tithe.build.origin import origin_problem
 from tithe.config import PhaseValues, RunConfig, schedule_of
 from tithe.engines import CopiedEngine, SharedEngine
-from tithe.envs import EncodedPrompts, SingleTurnEnv, Task, encode_prompts, load_task
+from tithe.envs import (
+    EncodedPrompts,
+    SingleTurnEnv,
+    Task,
+    Tool,
+    ToolEnv,
+    TurnRules,
+    build_tools,
+    encode_prompts,
+    load_task,
+    with_tools,
+)
 from tithe.errors import AdapterError, ConfigError
 from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
 from tithe.losses import Aggregation, LossSettings
@@ -106,16 +117,20 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
         cfg = base.cfg
         for line in task.report.lines():
             say(line)
+        tools = build_tools(cfg.task.tools, closers)
+        items, system_prompt = (*task.train, *task.eval), cfg.rollout.system_prompt
+        if tools:
+            items, system_prompt = with_tools(items, tools, cfg.task.call_format, system_prompt), None
         prompts = encode_prompts(
-            (*task.train, *task.eval),
+            items,
             base.renderer,
             max_prompt_tokens=cfg.rollout.max_prompt_tokens,
             on_long_prompt=cfg.rollout.on_long_prompt,
-            system_prompt=cfg.rollout.system_prompt,
+            system_prompt=system_prompt,
         )
         trainer, engine = base.lane.call(_learning, cfg, base, adapter)
         player = Player(
-            SingleTurnEnv(base.renderer, rewards), generate_with(engine), lambda i: prompts.prompt_ids(i.id)
+            _environment(cfg, base, rewards, tools), generate_with(engine), lambda i: prompts.prompt_ids(i.id)
         )
         params = sampling_params(cfg, base)
     except BaseException:
@@ -123,6 +138,14 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
             closers.pop()()
         raise
     return Session(cfg, base, task, prompts, rewards, engine, trainer, player, params, closers)
+
+
+def _environment(cfg: RunConfig, base: Base, rewards: RewardPool, tools: Sequence[Tool]) -> SingleTurnEnv | ToolEnv:
+    """Single turns, or conversations where there are tools."""
+    if not tools:
+        return SingleTurnEnv(base.renderer, rewards)
+    task = cfg.task
+    return ToolEnv(base.renderer, rewards, tools, TurnRules(task.max_turns, task.call_format, task.turn_reward))
 
 
 def _learning(

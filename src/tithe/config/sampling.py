@@ -18,9 +18,22 @@ def _reward_function(value: str) -> str:
     match = _FILE_FUNCTION.fullmatch(value)
     if match:
         return f"{absolute_path(match['file'])}:{match['name']}"
+    if value == "code":
+        return "tithe.rewards.code:score"
     if value in ("math", "symbolic_math") or _FUNCTION.fullmatch(value):
         return value
     raise ValueError("is neither `math` nor a function")
+
+
+def _tool(value: str) -> str:
+    match = _FILE_FUNCTION.fullmatch(value)
+    if match:
+        return f"{absolute_path(match['file'])}:{match['name']}"
+    if value.startswith("search:"):
+        return f"search:{absolute_path(value.removeprefix('search:'))}"
+    if value in ("calculator", "python") or _FUNCTION.fullmatch(value):
+        return value
+    raise ValueError("is neither `calculator`, `python`, `search:FOLDER` nor a function")
 
 
 def _task_source(value: str) -> str:
@@ -91,7 +104,7 @@ class FormatRule(Section):
 
 RewardFunction = Annotated[
     str,
-    Field(json_schema_extra={"allowed": "math, symbolic_math, module:function, or path/file.py:function"}),
+    Field(json_schema_extra={"allowed": "math, symbolic_math, code, module:function, or path/file.py:function"}),
     AfterValidator(_reward_function),
 ]
 
@@ -122,8 +135,9 @@ class RewardSettings(Section):
     function: RewardFunction = "math"
     """`math` reads a boxed, an "answer is", or the last number and compares it with the answer column exactly: numbers,
     fractions, lists. `symbolic_math` also compares formulas, sets, intervals, equations and matrices, by two graders
-    that must agree (extra `math`). Otherwise a Python function `f(item, text, **info)` that returns a number, named
-    parts, or None to abstain; it runs with your rights and is not sandboxed."""
+    that must agree (extra `math`). `code` runs the reply's program against the tests of the answer column in the
+    sandbox (docs/sandbox.md). Otherwise a Python function `f(item, text, **info)` that returns a number, named parts,
+    or None to abstain; it runs with your rights and is not sandboxed."""
 
     weights: Annotated[dict[str, float], Field(json_schema_extra={"allowed": "{part: weight}"})] | None = None
     """Factors of the named parts that `function` returns; a part that is not named counts 1. `null` takes the
@@ -194,6 +208,24 @@ class TaskSettings(Section):
 
     instruction: str = ""
     """Text added to the end of every question after a line break, for instance how to give the answer."""
+
+    tools: Annotated[
+        tuple[Annotated[str, AfterValidator(_tool)], ...],
+        as_tuple,
+        Field(json_schema_extra={"allowed": "a list of calculator, python, search:FOLDER, module:function"}),
+    ] = ()
+    """What the policy may call: `calculator`, `python` (programs in the sandbox), `search:FOLDER` (text files), or a
+    type-hinted function of yours, which runs in this process. With tools an episode is a conversation, and
+    `rollout.max_new_tokens` bounds all of it after the prompt, tools' answers included."""
+
+    max_turns: int = Field(default=4, ge=1, le=64)
+    """Most replies of a conversation with tools; one that ends with a call is counted as truncated."""
+
+    call_format: Literal["hermes", "llama3", "kimi_k2", "pythonic"] = "hermes"
+    """How calls are written; the system message shows it. Take the one that the checkpoint was trained on."""
+
+    turn_reward: float = Field(default=0.0, ge=-1000, le=1000)
+    """Paid for each reply whose calls all worked, and taken for each with a malformed, unknown or refused call."""
 
     strict: bool = True
     """`true`: a broken row stops the start with its file and line. `false`: it is left out, counted and shown."""

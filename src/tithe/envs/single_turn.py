@@ -9,10 +9,11 @@ from tithe.renderers import ChatRenderer
 from tithe.rewards import RewardPool, RewardResult
 from tithe.types import Completion, FinishReason, GenerateFn, GenerateRequest, PromptItem, Rollout
 
-_ENDED = {
+ENDED = {
     FinishReason.CANCELLED: Failure(FailureCause.CANCELLED, "the engine cancelled the request"),
     FinishReason.FAILED: Failure(FailureCause.ENGINE, "the engine could not finish the request"),
 }
+"""What a completion that ended so means for its rollout."""
 
 
 class SingleTurnEnv:
@@ -33,8 +34,8 @@ class SingleTurnEnv:
             completion = await generate(request)
         if engine.failure is not None:
             return _rollout(request, _nothing(), "", RewardResult(None), engine.failure)
-        if completion.finish in _ENDED:
-            return _rollout(request, completion, "", RewardResult(None), _ENDED[completion.finish])
+        if completion.finish in ENDED:
+            return _rollout(request, completion, "", RewardResult(None), ENDED[completion.finish])
         text = ""
         result = RewardResult(None)
         with boundary(FailureCause.REWARD) as reward:

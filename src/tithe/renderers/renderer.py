@@ -80,6 +80,18 @@ class ChatRenderer:
             tail = tail[1:]
         return (*prompt_ids, *completion_ids, *tail)
 
+    def tool_role(self) -> str:
+        """The role under which a tool's answer continues a conversation: `tool`, or `user` where the template has no
+        such role. Raises `ModelError` without a template."""
+        marker = _PROBE.upper()
+        try:
+            shown = self.decode(self.extend((), (), [{"role": "tool", "content": marker}]))
+        except ModelError:
+            if self._template is None:
+                raise
+            return "user"
+        return "tool" if marker in shown else "user"
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, control tokens written out; an incomplete character at the end becomes U+FFFD."""
         return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=False)

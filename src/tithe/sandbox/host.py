@@ -119,8 +119,15 @@ class Sandbox:
 
     def _judge_stdio(self, code: str, tests: Sequence[StdioTest], limits: Limits, uid: int) -> Verdict:
         verdicts: list[Verdict] = []
+        deadline_s = time.monotonic() + limits.total_s
         for number, test in enumerate(tests, start=1):
-            with self._box(limits, uid, {"kind": "script", "code": code}, stdin=test.stdin) as box:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                detail = f"test {number}: not run, all of them together took {limits.total_s:g} s"
+                verdicts.append(Verdict(Outcome.TIMEOUT, 0, 1, detail))
+                break
+            own = replace(limits, wall_s=min(limits.wall_s, left_s))
+            with self._box(own, uid, {"kind": "script", "code": code}, stdin=test.stdin) as box:
                 finish([box])
             verdicts.append(judge_stdio(box, test, number))
             if verdicts[-1].outcome in LIMITS_HIT:

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 class Limits:
     """Bounds of one run of a program: one per test on standard input, one for all tests of functions or asserts.
 
-    `wall_s` counts from the moment the program's process is ready, never from the queue. `cpu_s` and `memory_mib`
-    (address space) bind each process; `memory_mib` binds the private memory of all of them together too, looked at ten
-    times a second. `processes` counts threads. `output_kib` bounds standard output and standard error, each;
-    `file_mib` one file, `disk_mib` all of them (they lie in memory).
+    `total_s` bounds all tests on standard input together: those that are left then are not run. `wall_s` counts from
+    the moment the program's process is ready, never from the queue. `cpu_s` and `memory_mib` (address space) bind
+    each process; `memory_mib` binds the private memory of all of them together too, looked at ten times a second.
+    `processes` counts threads. `output_kib` bounds standard output and standard error, each; `file_mib` one file,
+    `disk_mib` all of them (they lie in memory).
     """
 
     wall_s: float = 5.0
     cpu_s: float = 5.0
+    total_s: float = 60.0
     memory_mib: int = 256
     processes: int = 16
     output_kib: int = 64

@@ -109,7 +109,7 @@ def bubblewrap(room: Room, source: Path) -> list[str]:
     command += ["--cap-add", "ALL", "--new-session", "--tmpfs", "/", "--proc", "/proc"]
     shown = (*room.folders, *room.files, interpreter(), str(source / "tithe" / "sandbox" / "inside"))
     parents = {str(parent) for path in (*shown, *room.links) for parent in Path(path).parents}
-    for folder in sorted(parents - {"/", *room.links}):
+    for folder in sorted({"/dev", *parents} - {"/", *room.links}):
         command += ["--perms", "0755", "--dir", folder]  # left to itself it makes some for root alone
     for link, target in room.links.items():
         command += ["--symlink", target, link]

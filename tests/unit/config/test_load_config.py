@@ -212,7 +212,7 @@ def test_keys_of_an_adaptive_kl_do_not_exist(key):
         ("lora.target_modules=[q_proj, q_proj]", "all-linear, or a list of module names"),
         ("rollout.stop_strings=['']", "a list of texts"),
         ("task.source=sum", "sums, products, reasoning_gym:NAME, a path ending in .jsonl, or module:function"),
-        ("reward.function=grade.py", "math, module:function, or path/file.py:function"),
+        ("reward.function=grade.py", "code, module:function, or path/file.py:function"),
         ("run.device=tpu", "cpu, cuda, or cuda:N"),
         ("run.name='../x'", "text that matches"),
         ("model.path=''", "a path, or null"),

@@ -7,7 +7,6 @@ import ast
 import json
 import sys
 import types
-import unittest
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Final
 
@@ -102,7 +101,7 @@ def _functions(name: str, value: Any) -> Iterator[tuple[str, Callable[[], Any]]]
     if isinstance(value, types.FunctionType) and name.startswith("test"):
         for number, row in enumerate(getattr(value, "rows", [{}])):
             yield f"{name}[{number}]" if row else name, lambda row=row: value(**row)
-    elif isinstance(value, type) and issubclass(value, unittest.TestCase):
+    elif (unittest := sys.modules.get("unittest")) and isinstance(value, type) and issubclass(value, unittest.TestCase):
         for method in unittest.defaultTestLoader.getTestCaseNames(value):
             yield f"{name}.{method}", lambda method=method: value(method).debug()
     elif isinstance(value, type) and name.startswith("Test"):

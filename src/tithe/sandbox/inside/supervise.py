@@ -14,7 +14,7 @@ import select
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from tithe.sandbox.inside import kernel, program, room, syscalls
 
@@ -25,17 +25,27 @@ LOOK_S: Final = 0.1
 STACK_BYTES: Final = 64 << 20
 """The main thread's: deep recursion is honest work."""
 
-_OWN_SPACES: Final = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
+_OWN_SPACES: Final = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
+"""Network and IPC namespaces are the room's: `syscalls` refuses every way into them."""
+
 _HIGH: Final = 200
 _PAGE: Final = resource.getpagesize()
 
 
-def run(order: Mapping[str, Any], descriptors: Sequence[int], proc: int, plan: Mapping[str, Any]) -> NoReturn:
+class Zygote(NamedTuple):
+    """What the process that programs are forked from hands on: a descriptor of /proc, its plan, the compiled filter."""
+
+    proc: int
+    plan: Mapping[str, Any]
+    filtering: bytes
+
+
+def run(order: Mapping[str, Any], descriptors: Sequence[int], zygote: Zygote) -> NoReturn:
     """Body of the supervisor. `descriptors`: the report's connection, then what the program gets as 0, 1, 2, …"""
     report, *given = descriptors
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        answer = _supervise(order, report, given, proc, plan)
+        answer = _supervise(order, report, given, zygote)
     except OSError as error:
         answer = {"end": "setup", "detail": str(error)}
     try:
@@ -44,21 +54,19 @@ def run(order: Mapping[str, Any], descriptors: Sequence[int], proc: int, plan: M
         os._exit(0)
 
 
-def _supervise(
-    order: Mapping[str, Any], report: int, given: Sequence[int], proc: int, plan: Mapping[str, Any]
-) -> dict[str, Any]:
-    if plan["is_root"]:
+def _supervise(order: Mapping[str, Any], report: int, given: Sequence[int], zygote: Zygote) -> dict[str, Any]:
+    if zygote.plan["is_root"]:
         os.setgroups([])
         os.setresgid(order["uid"], order["uid"], order["uid"])
         os.setresuid(order["uid"], order["uid"], order["uid"])
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self would still be root's
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(_OWN_SPACES)
-    kernel.map_ids(proc, INNER_ID, uid, gid)
+    kernel.map_ids(zygote.proc, INNER_ID, uid, gid)
     ready, written = os.pipe()
     first = os.fork()
     if first == 0:
-        _become_program(order["limits"], given, written, plan)
+        _become_program(order["limits"], given, written, zygote)
     os.close(written)
     for number in given:
         os.close(number)
@@ -68,7 +76,7 @@ def _supervise(
         os.kill(first, signal.SIGKILL)
         os.waitpid(first, 0)
         return {"end": "setup", "detail": problem}
-    return _watch(first, order["limits"], report, proc)
+    return _watch(first, order["limits"], report, zygote.proc)
 
 
 def _watch(first: int, limits: Mapping[str, Any], report: int, proc: int) -> dict[str, Any]:
@@ -141,14 +149,14 @@ def _read(proc: int, name: str) -> str:
         os.close(descriptor)
 
 
-def _become_program(limits: Mapping[str, Any], given: Sequence[int], ready: int, plan: Mapping[str, Any]) -> NoReturn:
+def _become_program(limits: Mapping[str, Any], given: Sequence[int], ready: int, zygote: Zygote) -> NoReturn:
     """In the child: give up everything, then run what the job's descriptor says."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         size = f"size={limits['disk_mib']}m,nr_inodes=4096,mode=700"
         kernel.mount("none", room.SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
-        if plan["mode"] != "namespaces":
+        if zygote.plan["mode"] != "namespaces":
             kernel.mount("none", "/proc", "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID, "size=4k")
         os.chdir(room.SCRATCH)
         _take_descriptors([*given, ready])
@@ -156,7 +164,7 @@ def _become_program(limits: Mapping[str, Any], given: Sequence[int], ready: int,
         _limit(limits)
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        syscalls.install(syscalls.build())
+        syscalls.install(zygote.filtering)
     except OSError as error:
         os.write(ready, str(error).encode())
         os._exit(1)

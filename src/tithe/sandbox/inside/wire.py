@@ -3,17 +3,20 @@ built-in types and nothing else, whatever was sent."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import socket
 import struct
+import sys
 from collections.abc import Callable, Mapping
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any, Final
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
 MAX_DEPTH: Final = 100
+_NUMBERS: Final = {"Fraction": "fractions", "Decimal": "decimal"}
+"""Classes of modules that are imported when they are met, because most programs do without."""
+
 _BIG: Final = 1 << 62
 _LENGTH: Final = struct.Struct("!I")
 
@@ -57,8 +60,9 @@ def _encode_rest(value: Any, reference: Reference | None, depth: int) -> Any:
         return {type(value).__name__ if type(value) is bytearray else "bytes": bytes(value).hex()}
     if isinstance(value, complex):
         return {"complex": [encode(value.real), encode(value.imag)]}
-    if isinstance(value, Fraction | Decimal):
-        return {type(value).__name__: str(value)}
+    for name, module in _NUMBERS.items():
+        if module in sys.modules and isinstance(value, getattr(sys.modules[module], name)):
+            return {name: str(value)}
     if reference is not None:
         return reference(value)
     raise NotPlainError(f"{type(value).__name__} is no plain value")
@@ -86,6 +90,10 @@ def _items(body: Any, resolve: Callable[[Mapping[str, Any]], Any] | None) -> Any
     return [decode(item, resolve) for item in body]
 
 
+def _number(name: str, body: Any) -> Any:
+    return getattr(importlib.import_module(_NUMBERS[name]), name)(body)
+
+
 _DECODERS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "int": lambda body, _: int(body, 16),
     "float": lambda body, _: float(body),
@@ -96,8 +104,8 @@ _DECODERS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "bytes": lambda body, _: bytes.fromhex(body),
     "bytearray": lambda body, _: bytearray.fromhex(body),
     "complex": lambda body, _: complex(decode(body[0]), decode(body[1])),
-    "Fraction": lambda body, _: Fraction(body),
-    "Decimal": lambda body, _: Decimal(body),
+    "Fraction": lambda body, _: _number("Fraction", body),
+    "Decimal": lambda body, _: _number("Decimal", body),
 }
 
 

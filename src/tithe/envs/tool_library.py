@@ -1,0 +1,55 @@
+"""The tools that a configuration can name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from tithe.envs.calculator import calculator
+from tithe.envs.search import search_tool
+from tithe.envs.tools import Tool, tool_from_function
+from tithe.errors import ConfigError
+from tithe.rewards import load_function
+from tithe.sandbox import Limits, Outcome, Sandbox
+
+KEY = "task.tools"
+
+
+def build_tools(names: Sequence[str], closers: list[Callable[[], None]]) -> tuple[Tool, ...]:
+    """Tools by name: `calculator`, `python` (in the sandbox), `search:FOLDER`, or `module:function`. What must be
+    closed is added to `closers`. Raises `ConfigError`, or `SandboxUnavailableError` for `python` where there is no
+    sandbox."""
+    tools = tuple(_build(name, closers) for name in names)
+    twice = next((tool.name for tool in tools if [t.name for t in tools].count(tool.name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{KEY}: two tools are called {twice!r}", KEY)
+    return tools
+
+
+def _build(name: str, closers: list[Callable[[], None]]) -> Tool:
+    if name == "calculator":
+        return tool_from_function(calculator, KEY)
+    if name == "python":
+        sandbox = Sandbox()
+        closers.append(sandbox.close)
+        return python_tool(sandbox)
+    if name.startswith("search:"):
+        return search_tool(Path(name.removeprefix("search:")), KEY)
+    return tool_from_function(load_function(name, KEY), KEY)
+
+
+def python_tool(sandbox: Sandbox, limits: Limits | None = None) -> Tool:
+    """A code interpreter: each call is a fresh program in the sandbox, and its answer is what it prints."""
+
+    def python(code: Annotated[str, "a complete program; what it prints is returned"]) -> str:
+        """Run a Python program."""
+        verdict, printed = sandbox.run_script(code, limits=limits)
+        if verdict.outcome is Outcome.HARNESS:
+            raise RuntimeError(verdict.detail)
+        if verdict.outcome is not Outcome.PASSED:
+            last = printed.strip().splitlines()[-1:]
+            return f"{printed}\n{verdict.outcome}" if verdict.outcome is not Outcome.ERROR else (last or ["error"])[0]
+        return printed.rstrip("\n") or "(nothing was printed)"
+
+    return tool_from_function(python, KEY)
