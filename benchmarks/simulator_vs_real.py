@@ -2,7 +2,8 @@
 
     python -m benchmarks.simulator_vs_real --json
 
-Each setting is run twice on a tiny random model: synchronously, and with asynchrony. `tithe.simulator` is given the
+Each setting is run twice on a tiny random model: synchronously, and with asynchrony. Settings run side by side, each in
+a process of its own, because they wait most of the time. `tithe.simulator` is given the
 directory of the synchronous run alone (`measure_run`) and predicts both; compared are the gain of asynchrony and the
 histogram of the ages of trained groups. Waiting is `time.sleep` in the reward's worker processes and `asyncio.sleep` in
 an environment with a tool, so that the lane is idle for it. How long a prompt waits is a function of its name: the same
@@ -16,6 +17,7 @@ import asyncio
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -53,13 +55,14 @@ def by_length(item, text, token_ids, **info):
     return sum(t % 2 == 0 for t in token_ids) / len(token_ids)
 
 def always(item, text, token_ids, **info):
-    time.sleep({mean_s})
+    time.sleep({fixed_s})
     return sum(t % 2 == 0 for t in token_ids) / len(token_ids)
 
 def at_once(item, text, token_ids, **info):
     return sum(t % 2 == 0 for t in token_ids) / len(token_ids)
 """
-MEAN_S, TOKEN_S = 0.6, 0.012
+MEAN_S, TOKEN_S, FIXED_S = 4.0, 0.06, 2.0
+"""Mean wait of a prompt, wait per token, and wait of every rollout, in the settings that have them."""
 PROMPTS = 600
 
 
@@ -79,14 +82,14 @@ class Setting:
 
 LAG_1 = ("rl.max_policy_update_lag=1",)
 LAG_2 = ("rl.max_policy_update_lag=2",)
-LAG_4 = ("rl.max_policy_update_lag=4", "engine.max_live_versions=8")
+LAG_4 = ("rl.max_policy_update_lag=4", "engine.max_live_versions=8", "reward.workers=40")
 SETTINGS = (
     Setting("slow reward, one step off", "by_prompt", (), LAG_1),
     Setting("slow reward, lag 4, sync_every 2", "by_prompt", (), (*LAG_4, "rl.sync_every=2")),
     Setting("judge by length, lag 2", "by_length", ("rollout.max_new_tokens=96",), LAG_2),
     Setting("tool between two turns, lag 2", "at_once", (), LAG_2, tool_s=MEAN_S),
     Setting("tool, partial rollouts (keep), lag 4", "at_once", (), (*LAG_4, "rollout.on_publish=keep"), tool_s=MEAN_S),
-    Setting("two reward workers, lag 2", "always", ("reward.workers=4",), LAG_2, known_reward_s=MEAN_S / 2),
+    Setting("four reward workers, lag 2", "always", ("reward.workers=4",), LAG_2, known_reward_s=FIXED_S),
 )
 
 
@@ -150,13 +153,13 @@ def write_files(folder: Path, steps: int) -> Path:
     files = write_run_files(folder)
     rows = [{"prompt": f"the answer {i} + {i} =", "answer": 2 * i} for i in range(PROMPTS)]
     files.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files.reward.write_text(REWARD.format(mean_s=MEAN_S, token_s=TOKEN_S).replace("time.sleep(0.6)", "time.sleep(0.3)"))
+    files.reward.write_text(REWARD.format(mean_s=MEAN_S, token_s=TOKEN_S, fixed_s=FIXED_S))
     return files.write(
         "bench",
         rl={"samples_per_prompt": 4, "batch_size_per_update": 8},
         model={"max_context": 256},
         rollout={"max_new_tokens": 24},
-        reward={"workers": 48, "timeout_s": 30.0},
+        reward={"workers": 24, "timeout_s": 60.0},
         optimizer={"lr": 1e-3, "lr_scheduler": "constant"},
         engine={"max_running": 64, "kv_memory_mib": 16},
         run={"max_steps": steps, "eval_every": None, "checkpoint_every": steps},
@@ -218,7 +221,7 @@ def compare(setting: Setting, run_file: Path, folder: Path, steps: int) -> dict[
         real[name] = read_run(folder / name, guess[name].warm_batches)
     ratio = real["sync"].step_s / real["late"].step_s
     guessed = guess["sync"].step_s / guess["late"].step_s
-    return {
+    row = {
         "setting": setting.name,
         "sync_idle_frac": real["sync"].idle_frac,
         "sync_step_s": real["sync"].step_s,
@@ -234,6 +237,8 @@ def compare(setting: Setting, run_file: Path, folder: Path, steps: int) -> dict[
         "ages_simulated": {str(age): share for age, share in guess["late"].age_histogram().items()},
         "dropped_simulated": guess["late"].pool.left["stale"],
     }
+    print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
+    return row
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -259,15 +264,15 @@ def main() -> None:
     parser.add_argument("--only", type=int, action="append", help="number of a setting, from 0; may be repeated")
     parser.add_argument("--keep", type=Path, help="folder for the run directories (default: a temporary one)")
     options = parser.parse_args()
-    chosen = [SETTINGS[i] for i in options.only] if options.only else list(SETTINGS)
+    numbers = options.only or range(len(SETTINGS))
     with tempfile.TemporaryDirectory() as scratch:
         root = options.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
         run_file = write_files(root, options.steps)
-        rows: list[dict[str, Any]] = []
-        for number, setting in enumerate(chosen):
-            rows.append(compare(setting, run_file, root / f"setting-{number}", options.steps))
-            print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+        work = [(SETTINGS[i], run_file, root / f"setting-{i}", options.steps) for i in numbers]
+        # forked before anything is computed: the imports are made once
+        with multiprocessing.get_context("fork").Pool(len(work), maxtasksperchild=1) as pool:
+            rows = pool.starmap(compare, work, chunksize=1)
     load = os.getloadavg()[0]
     if options.json:
         print(json.dumps({"commit": commit(), "steps": options.steps, "load_average": load, "settings": rows}))

@@ -104,9 +104,15 @@ def _add_simulate(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argum
     command.add_argument("--steps", type=int, default=60, metavar="N", help="batches to simulate (default 60)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated rollouts (default 0)")
     values = "AXIS=V,V"
-    axes = "lag, sync_every, in_flight or split with its values, such as lag=0,1,4; may be given several times"
+    axes = "lag, sync_every, in_flight or split with values, such as lag=0,1,4 or split=shared,6:2; may be repeated"
     command.add_argument("--sweep", action="append", default=[], metavar=values, help=axes)
-    split = "separate GPUs: rollout copies and train copies of the base (default: one shared base)"
+    planned = "plan the costs on this hardware, such as 8xB200, instead of measured ones"
+    command.add_argument("--hardware", metavar="HARDWARE", help=planned)
+    command.add_argument(
+        "--model", metavar="MODEL", help="with --hardware: a known name or config (default model.path)"
+    )
+    command.add_argument("--base", default="published", metavar="FORMAT", help="with --hardware: format of the base")
+    split = "separate sides: rollout : train copies of the base, or GPUs with --hardware (default: one shared base)"
     command.add_argument("--split", metavar="R:T", help=split)
     command.add_argument("--costs", metavar="NAME=S,…", help="seconds of work instead of measured ones")
     distribution = "NUMBER, exp:MEAN, lognormal:MEAN,SIGMA or uniform:LOW,HIGH"

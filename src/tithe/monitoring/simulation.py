@@ -112,10 +112,9 @@ def _sweep_row(outcome: Outcome, base: float, most: float, *, is_best: bool) -> 
     bar = Markup(
         '<svg width="120" height="10" aria-hidden="true"><rect class="area {}" width="{:.0f}" height="10"/></svg>'
     )
-    in_flight = scenario.max_running * scenario.layout.rollout_copies
     mark = "▸ " if is_best else ""
     return (
-        f"{mark}lag {rules.max_lag}, sync_every {rules.sync_every}, {in_flight} in flight",
+        f"{mark}lag {rules.max_lag}, sync_every {rules.sync_every}, {scenario.max_running} in flight",
         scenario.layout.name,
         f"{outcome.step_s:.3g}",
         f"{outcome.rollouts_per_s:.3g}",

@@ -8,7 +8,7 @@ from typing import Any
 
 from tithe.simulator.outcome import Outcome
 from tithe.simulator.scenario import Scenario
-from tithe.simulator.sweep import Sweep, run_sweep, throughput
+from tithe.simulator.sweep import Place, Sweep, on_copies, run_sweep, throughput
 from tithe.simulator.world import simulate
 from tithe.staleness import Bounds
 
@@ -78,12 +78,17 @@ class Answer:
 
 
 def answer(
-    scenario: Scenario, axes: Mapping[str, Sequence[str]], *, source: str, assumptions: Sequence[str] = ()
+    scenario: Scenario,
+    axes: Mapping[str, Sequence[str]],
+    *,
+    source: str,
+    assumptions: Sequence[str] = (),
+    place: Place = on_copies,
 ) -> Answer:
     """Simulate a setting, its synchronous twin, and what the axes ask for."""
     outcome = simulate(scenario)
     sync = outcome if scenario.mode == "sync" else simulate(synchronous(scenario))
-    sweep = run_sweep(scenario, axes) if axes else None
+    sweep = run_sweep(scenario, axes, place) if axes else None
     return Answer(outcome, sync, sweep, source, tuple(assumptions))
 
 
@@ -110,7 +115,7 @@ def _brief(outcome: Outcome, sync: Outcome) -> dict[str, Any]:
     )
     return {
         **{key: record[key] for key in keys},
-        "rollouts_per_s_per_copy": throughput(outcome),
+        "rollouts_per_s_per_unit": throughput(outcome),
         "speed_over_sync_ratio": throughput(outcome) / throughput(sync),
     }
 

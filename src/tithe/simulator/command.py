@@ -13,9 +13,10 @@ from tithe.simulator.answer import Answer, answer
 from tithe.simulator.costs import LaneCosts, PublishCosts
 from tithe.simulator.draws import Distribution, Empirical, parse_distribution
 from tithe.simulator.measured import measure_run
-from tithe.simulator.scenario import Layout, Scenario, Workload
+from tithe.simulator.planned import Plan, plan_of
+from tithe.simulator.scenario import Scenario, Workload
 from tithe.simulator.settings import scenario_of, scenario_of_run
-from tithe.simulator.sweep import is_split, parse_axis
+from tithe.simulator.sweep import Place, on_copies, parse_axis, parse_split
 
 DISTRIBUTIONS = {
     "prompt_tokens": "--prompt-tokens",
@@ -38,6 +39,9 @@ class Options:
     seed: int = 0
     split: str | None = None
     costs: str | None = None
+    hardware: str | None = None
+    model: str | None = None
+    base: str = "published"
     distributions: Mapping[str, str | None] | None = None
     sweep: Sequence[str] = ()
     failure_rate: float | None = None
@@ -45,23 +49,38 @@ class Options:
     restart_s: float = 60.0
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A scenario on one shared base, where its figures come from, and how it is put on GPUs."""
+
+    scenario: Scenario
+    source: str
+    notes: tuple[str, ...]
+    place: Place = on_copies
+
+
 def simulate_target(target: str, overrides: Sequence[str], options: Options) -> Answer:
     """Simulate a run directory or a run file. Raises `UserError` that names the option or key."""
     _check(options)
+    split = None if options.split is None else parse_split(options.split)
+    axes = dict(parse_axis(text) for text in options.sweep)
     is_run = Path(target).is_dir()
     cfg = (load_run if is_run else load_config)(target, overrides)
-    made, source, notes = _of_run(Path(target), cfg, options) if is_run else _of_file(cfg, options)
-    failures = made.failures
+    start = _of_run(Path(target), cfg, options) if is_run else _of_file(cfg, options)
+    failures = start.scenario.failures
     if options.failure_rate is not None:
         failures = replace(failures, rollout_rate=options.failure_rate)
     if options.crash_hours is not None:
         failures = replace(failures, crash_mean_s=3600 * options.crash_hours, restart_s=options.restart_s)
-    scenario = replace(made, failures=failures, layout=_layout(options.split))
-    axes = dict(parse_axis(text) for text in options.sweep)
+    scenario = start.place(replace(start.scenario, failures=failures), split)
+    notes = [*start.notes, *_too_few(options.steps, scenario, axes)]
+    return answer(scenario, axes, source=start.source, assumptions=notes, place=start.place)
+
+
+def _too_few(steps: int, scenario: Scenario, axes: Mapping[str, Sequence[str]]) -> list[str]:
     oldest = max(scenario.bounds.max_age, *(int(lag) for lag in axes.get("lag", ())), 0)
-    if options.steps < 4 * (oldest + 1):
-        notes = [*notes, f"{options.steps} batches are few for an age of {oldest}: rates need --steps {4 * oldest + 4}"]
-    return answer(scenario, axes, source=source, assumptions=notes)
+    enough = 4 * (oldest + 1)
+    return [f"{steps} batches are few for an age of {oldest}: rates need --steps {enough}"] if steps < enough else []
 
 
 def _check(options: Options) -> None:
@@ -71,17 +90,12 @@ def _check(options: Options) -> None:
         raise UserError(f"--failure-rate = {options.failure_rate:g}: give a share from 0 to 1")
     if options.crash_hours is not None and options.crash_hours <= 0:
         raise UserError(f"--crash-hours = {options.crash_hours:g}: give the mean hours between crashes, more than 0")
+    if options.costs is not None and options.hardware is not None:
+        raise UserError("--costs and --hardware both say what work costs: give one of them")
+    if options.model is not None and options.hardware is None:
+        raise UserError("--model is planned on hardware: add --hardware, such as --hardware 8xB200")
     if options.restart_s < 0:
         raise UserError(f"--restart-s = {options.restart_s:g}: give seconds, 0 or more")
-
-
-def _layout(split: str | None) -> Layout:
-    if split is None:
-        return Layout()
-    if not is_split(split):
-        raise UserError(f"--split = {split!r}: give rollout copies : train copies, such as 3:1")
-    rollout, train = (int(part) for part in split.split(":"))
-    return Layout("separate", rollout, train)
 
 
 def _given(options: Options) -> dict[str, Distribution]:
@@ -94,13 +108,13 @@ def _with(workload: Workload, given: Mapping[str, Distribution]) -> Workload:
     return replace(workload, **changes)
 
 
-def _of_run(run_dir: Path, cfg: RunConfig, options: Options) -> tuple[Scenario, str, list[str]]:
+def _of_run(run_dir: Path, cfg: RunConfig, options: Options) -> _Start:
     """Lengths, waiting and costs as measured; a length that is given replaces all measured ones."""
     measured = measure_run(run_dir, load_run(run_dir))
     scenario, given, notes = scenario_of_run(cfg, measured, steps=options.steps, seed=options.seed), _given(options), []
     groups = measured.groups
+    prompts, lengths = [group.prompt_tokens for group in groups], [n for group in groups for n in group.new_tokens]
     if given.keys() & {"prompt_tokens", "new_tokens"}:
-        prompts, lengths = [group.prompt_tokens for group in groups], [n for group in groups for n in group.new_tokens]
         scenario = replace(scenario, workload=Workload(_spread(prompts), _spread(lengths)))
     elif given.keys() & {"tool_s", "reward_s"}:
         notes.append("measured waiting outside the engine is replaced by the given --tool-s and --reward-s")
@@ -108,30 +122,49 @@ def _of_run(run_dir: Path, cfg: RunConfig, options: Options) -> tuple[Scenario, 
     elif scenario.reward_workers is not None:
         notes.append("measured waiting includes the queue for reward workers as it was; nobody queues for it again")
         scenario = replace(scenario, reward_workers=None, reward_timeout_s=None)
+    scenario = replace(scenario, workload=_with(scenario.workload, given))
+    source, notes = f"{measured.batches} batches of {run_dir.name}", [*measured.notes, *notes]
+    if options.hardware is not None:
+        plan = plan_of(cfg, options.model, options.hardware, options.base, prompt=_mean(prompts), new=_mean(lengths))
+        return _planned(plan, scenario, f"rollouts of {source}; costs", notes)
     if options.costs is not None:
-        scenario = replace(scenario, costs=parse_costs(options.costs))
-    source = f"measured on {measured.batches} batches of {run_dir.name}"
-    return replace(scenario, workload=_with(scenario.workload, given)), source, [*measured.notes, *notes]
+        return _Start(replace(scenario, costs=parse_costs(options.costs)), f"rollouts of {source}", tuple(notes))
+    return _Start(scenario, f"measured on {source}", tuple(notes))
+
+
+def _planned(plan: Plan, scenario: Scenario, source: str, notes: Sequence[str]) -> _Start:
+    """On a plan's GPUs: what disk and processor took in a run is not theirs."""
+    scenario = replace(scenario, lease_s=0.0, checkpoint_s=0.0)
+    more = "costs are the planner's, with its default efficiency factors: `tithe plan` lists them"
+    return _Start(scenario, f"{source} {plan.name}".strip(), (*notes, more), plan.place)
+
+
+def _mean(values: Sequence[int]) -> int:
+    return max(1, round(sum(values) / len(values)))
 
 
 def _spread(values: Sequence[int]) -> Distribution:
     return Empirical.of([float(value) for value in values])
 
 
-def _of_file(cfg: RunConfig, options: Options) -> tuple[Scenario, str, list[str]]:
-    if options.costs is None:
+def _of_file(cfg: RunConfig, options: Options) -> _Start:
+    if options.costs is None and options.hardware is None:
         raise UserError(
-            "a run file says nothing of speed: add --costs tick_fixed_s=0.02,train_s_per_token=0.001, or simulate the "
-            "directory of a run"
+            "a run file says nothing of speed: add --hardware 8xB200 (planned), or --costs tick_fixed_s=0.02,"
+            "train_s_per_token=0.001, or simulate the directory of a run"
         )
     given = _given(options)
     notes = [] if "prompt_tokens" in given else ["--prompt-tokens is not given: prompts of 64 tokens"]
     if "new_tokens" not in given:
         raise UserError("how long are completions? Give --new-tokens, such as lognormal:400,0.8")
-    scenario = scenario_of(
-        cfg, parse_costs(options.costs), _with(Workload(), given), steps=options.steps, seed=options.seed
-    )
-    return scenario, "costs as given", notes
+    workload = _with(Workload(), given)
+    prompt, new = round(workload.prompt_tokens.mean), round(workload.new_tokens.mean)
+    costs = LaneCosts() if options.costs is None else parse_costs(options.costs)
+    scenario = scenario_of(cfg, costs, workload, steps=options.steps, seed=options.seed)
+    if options.hardware is None:
+        return _Start(scenario, "costs as given", tuple(notes))
+    plan = plan_of(cfg, options.model, options.hardware, options.base, prompt=max(1, prompt), new=max(1, new))
+    return _planned(plan, scenario, "", notes)
 
 
 def parse_costs(text: str) -> LaneCosts:

@@ -108,7 +108,7 @@ class Outcome:
             "max_sample_age_batches": bounds.max_age,
             "sync_every_batches": bounds.sync_every,
             "buffer_rollouts": min(scenario.buffer, bounds.max_outstanding),
-            "in_flight_sequences": scenario.max_running * scenario.layout.rollout_copies,
+            "in_flight_sequences": scenario.max_running,
             "on_publish": scenario.on_publish,
             "batches": scenario.steps,
             "warm_batches": self.warm_batches,

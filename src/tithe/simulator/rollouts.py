@@ -73,8 +73,7 @@ class RolloutLoop:
         size = bounds.group_size
         if served is None:
             return "first_version"
-        most = scenario.max_running * scenario.layout.rollout_copies
-        if self._unfinished and self._unfinished + size > most:
+        if self._unfinished and self._unfinished + size > scenario.max_running:
             return "max_running"
         pool = self._pool
         running = pool.running * size

@@ -21,7 +21,8 @@ class Layout:
 
     `shared`: one base, one lane; sampling, training and publishing take turns, and overlap fills waiting but adds no
     arithmetic. `separate`: `rollout_copies` engines with a lane each, and one trainer lane over `train_copies` copies
-    that split each batch.
+    that split each batch. `gpus` is what both take together where it is known (0: a copy is the unit), and `label` says
+    how they are divided.
 
     >>> Layout("separate", rollout_copies=3, train_copies=1).name
     'separate 3 rollout + 1 train'
@@ -30,6 +31,8 @@ class Layout:
     kind: Literal["shared", "separate"] = "shared"
     rollout_copies: int = 1
     train_copies: int = 1
+    gpus: int = 0
+    label: str = ""
 
     def __post_init__(self) -> None:
         if self.rollout_copies < 1 or self.train_copies < 1:
@@ -42,9 +45,16 @@ class Layout:
     @property
     def name(self) -> str:
         """For tables."""
+        if self.label:
+            return self.label
         if self.kind == "shared":
             return "shared base"
         return f"separate {self.rollout_copies} rollout + {self.train_copies} train"
+
+    @property
+    def units(self) -> int:
+        """GPUs, or copies of the base: what throughput is divided by to compare layouts."""
+        return self.gpus or (1 if self.kind == "shared" else self.rollout_copies + self.train_copies)
 
 
 @dataclass(frozen=True)
@@ -125,8 +135,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One simulation. Sizes as in the configuration: `max_running` (`engine.max_running`) and `prefill_tokens` are per
-    engine, `buffer` and `bounds` count rollouts; `reward_workers` None judges without queueing.
+    """One simulation. Sizes as in the configuration: `max_running` (`engine.max_running`) counts sequences of all
+    engines, `prefill_tokens` is per engine and tick, `buffer` and `bounds` count rollouts; `reward_workers` None judges
+    without queueing.
 
     `commit_s` is what the rollout loop does on the processor for each group (durable commit), `lease_s` the train loop
     for each batch, `checkpoint_s` for each checkpoint.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -13,6 +13,8 @@ from tithe.simulator.world import simulate
 from tithe.staleness import Bounds
 
 AXES = ("lag", "sync_every", "in_flight", "split")
+SHARED = "shared"
+"""The value of the axis `split` that stands for one shared base."""
 CLOSE = 0.03
 """Throughputs that differ by less than this share count as equal: then the fresher samples win."""
 MAX_SETTINGS = 200
@@ -36,11 +38,11 @@ def parse_axis(text: str) -> tuple[str, list[str]]:
     """
     name, _, values = text.partition("=")
     parts = [part.strip() for part in values.split(",") if part.strip()]
-    good = all(is_split(part) if name == "split" else part.isdecimal() for part in parts)
+    good = all((part == SHARED or is_split(part)) if name == "split" else part.isdecimal() for part in parts)
     if name not in AXES or not parts or not good:
         raise UserError(
-            f"--sweep {text!r}: give one of {', '.join(AXES)} and its values, such as lag=0,1,2 or split=6:2,4:4 "
-            "(rollout copies : train copies)"
+            f"--sweep {text!r}: give one of {', '.join(AXES)} and its values, such as lag=0,1,2 or "
+            "split=shared,6:2,4:4 (rollout : train copies, or GPUs with --hardware)"
         )
     return name, parts
 
@@ -51,20 +53,39 @@ def is_split(text: str) -> bool:
     return len(parts) == 2 and all(part.isdecimal() and int(part) > 0 for part in parts)
 
 
-def settings_of(scenario: Scenario, axes: Mapping[str, Sequence[str]]) -> tuple[list[Scenario], int]:
+Place = Callable[[Scenario, tuple[int, int] | None], Scenario]
+"""A scenario on rollout : train copies (or GPUs), or on one shared base."""
+
+
+def on_copies(scenario: Scenario, split: tuple[int, int] | None) -> Scenario:
+    """Copies of the base that cost alike."""
+    return replace(scenario, layout=Layout() if split is None else Layout("separate", *split))
+
+
+def parse_split(text: str) -> tuple[int, int]:
+    """``3:1`` → (3, 1). Raises `UserError`."""
+    if not is_split(text):
+        raise UserError(f"--split = {text!r}: give rollout : train, such as 3:1")
+    rollout, train = (int(part) for part in text.split(":"))
+    return rollout, train
+
+
+def settings_of(
+    scenario: Scenario, axes: Mapping[str, Sequence[str]], place: Place = on_copies
+) -> tuple[list[Scenario], int]:
     """Every legal combination, and how many were not. Raises `UserError` for too many, or none."""
     names = [name for name in AXES if axes.get(name)]
     combinations = list(product(*(axes[name] for name in names)))
     if len(combinations) > MAX_SETTINGS:
         raise UserError(f"--sweep asks for {len(combinations)} settings; give at most {MAX_SETTINGS}")
-    made = [_changed(scenario, dict(zip(names, values, strict=True))) for values in combinations]
+    made = [_changed(scenario, dict(zip(names, values, strict=True)), place) for values in combinations]
     legal = [one for one in made if one is not None]
     if not legal:
         raise UserError("--sweep has no legal setting: sync_every must be at most max(1, lag)")
     return legal, len(made) - len(legal)
 
 
-def _changed(scenario: Scenario, values: Mapping[str, str]) -> Scenario | None:
+def _changed(scenario: Scenario, values: Mapping[str, str], place: Place) -> Scenario | None:
     """The scenario with these values; None when `sync_every` and the lag do not go together."""
     before = scenario.bounds
     lag = int(values["lag"]) if "lag" in values else before.max_lag
@@ -76,41 +97,37 @@ def _changed(scenario: Scenario, values: Mapping[str, str]) -> Scenario | None:
         return None
     bounds = Bounds(before.batch_rollouts, before.group_size, lag, age, sync_every)
     follows = scenario.buffer >= before.max_outstanding  # the usual buffer grows with the age
-    layout = scenario.layout
-    if "split" in values:
-        rollout, train = (int(part) for part in values["split"].split(":"))
-        layout = Layout("separate", rollout, train)
+    split = values.get("split")
+    placed = scenario if split is None else place(scenario, None if split == SHARED else parse_split(split))
     return replace(
-        scenario,
+        placed,
         bounds=bounds,
         buffer=2**31 if follows else scenario.buffer,
         max_running=max(1, int(values.get("in_flight", scenario.max_running))),
-        layout=layout,
     )
 
 
-def run_sweep(scenario: Scenario, axes: Mapping[str, Sequence[str]]) -> Sweep:
+def run_sweep(scenario: Scenario, axes: Mapping[str, Sequence[str]], place: Place = on_copies) -> Sweep:
     """Simulate every legal setting and choose."""
-    settings, skipped = settings_of(scenario, axes)
+    settings, skipped = settings_of(scenario, axes, place)
     outcomes = tuple(simulate(one) for one in settings)
     best, reason = choose(outcomes)
     return Sweep(outcomes, best, reason, skipped)
 
 
 def throughput(outcome: Outcome) -> float:
-    """Trained rollouts per second and copy of the base."""
-    layout = outcome.scenario.layout
-    copies = 1 if layout.kind == "shared" else layout.rollout_copies + layout.train_copies
-    return outcome.rollouts_per_s / copies
+    """Trained rollouts per second and GPU, or copy of the base where GPUs are not known."""
+    return outcome.rollouts_per_s / outcome.scenario.layout.units
 
 
 def choose(outcomes: Sequence[Outcome]) -> tuple[Outcome, str]:
-    """The best setting and why: of those within 3 % of the highest throughput per copy, the one with the smallest age
-    bound; then the one whose samples are freshest, then the one with fewest sequences in flight."""
+    """The best setting and why: of those within 3 % of the highest throughput, the one with the smallest age bound;
+    then the one whose samples are freshest, then the one with fewest sequences in flight."""
     most = max(throughput(outcome) for outcome in outcomes)
     close = [outcome for outcome in outcomes if throughput(outcome) >= (1 - CLOSE) * most]
     best = min(close, key=_preference)
-    reason = f"the highest throughput, {most:.3g} trained rollouts per second and copy"
+    unit = "GPU" if best.scenario.layout.gpus else "copy of the base"
+    reason = f"the highest throughput, {most:.3g} trained rollouts per second and {unit}"
     if throughput(best) < most:
         share = throughput(best) / most
         reason = f"{share:.1%} of {reason}, with fresher samples ({best.age_mean:.2f} batches old on average)"

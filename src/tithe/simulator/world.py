@@ -112,7 +112,7 @@ class _Life:
 def _engine(scenario: Scenario) -> Engine:
     return Engine(
         scenario.costs,
-        max_running=scenario.max_running,
+        max_running=-(-scenario.max_running // scenario.layout.rollout_copies),
         prefill_tokens=scenario.prefill_tokens,
         on_publish=scenario.on_publish,
     )
