@@ -210,6 +210,12 @@ def test_what_is_no_run_directory_cannot_be_resumed(refused, tmp_path) -> None:
         assert "config.yaml" in refused(*command)
 
 
+def as_killed(run_dir: Path) -> None:
+    """A finished run's directory, as after a kill that came before its last record."""
+    path = run_dir / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "status": "running"}))
+
+
 def copied(unbroken: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(unbroken.run_dir, tmp_path / "run"))
 
@@ -242,6 +248,7 @@ def test_damaged_checkpoints_are_passed_over_until_none_is_left(files, unbroken,
     run_dir = copied(unbroken, tmp_path)
     torn = run_dir / "checkpoints" / "step_000006" / "optimizer.safetensors"
     torn.write_bytes(torn.read_bytes()[:1000])
+    as_killed(run_dir)
     resumed = launcher.run("resume", run_dir, "--json", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
     assert "step_000006 is passed over" in resumed.err
@@ -250,6 +257,7 @@ def test_damaged_checkpoints_are_passed_over_until_none_is_left(files, unbroken,
     assert (run_dir / name).read_bytes() == (unbroken.run_dir / name).read_bytes()
     for state in (run_dir / "checkpoints").glob("*/state.json"):
         state.write_text("")
+    as_killed(run_dir)
     refused = launcher.run("resume", run_dir, cwd=tmp_path)
     assert refused.code == 2
     assert "holds none of the checkpoints" in refused.err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tithe.arch import find_demo_model
 from tithe.build.certificate import certify
-from tithe.build.full_hooks import FINAL_MODEL
+from tithe.build.ended import final_policy
 from tithe.build.hooks import Evaluator, make_publisher
 from tithe.build.running import run
 from tithe.build.session import Session, open_session, say
@@ -150,10 +150,11 @@ def _serve(session: Session, scratch: Path) -> ServedVersion:
 
 
 def _final_policy(run_dir: Path, cfg: RunConfig) -> Path:
-    what = FINAL_MODEL if cfg.model.train == "full" else "adapter"
-    policy = run_dir / what
+    policy = final_policy(run_dir, cfg)
     if not policy.is_dir():
-        raise ResumeError(f"{run_dir} has no final {what} yet: let the run end, or go on with `tithe resume {run_dir}`")
+        raise ResumeError(
+            f"{run_dir} has no final {policy.name} yet: let the run end, or go on with `tithe resume {run_dir}`"
+        )
     return policy
 
 

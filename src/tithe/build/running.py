@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tithe.build.certificate import certify
+from tithe.build.ended import ended, evaluations, final_policy
 from tithe.build.full_hooks import save_final_model
 from tithe.build.hooks import POOL_FILE
-from tithe.build.loops import METRICS_FILE, train_and_roll
+from tithe.build.loops import train_and_roll
 from tithe.build.origin import write_origin
 from tithe.build.record import RunRecord
 from tithe.build.session import Session, open_session, say
 from tithe.checkpoint import find_checkpoints, load_checkpoint
-from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed
+from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed, load_run
 from tithe.errors import ConfigError, ResumeError, UserError
 from tithe.lora import save_adapter
-from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import StopReason, TrainOutcome
 from tithe.pool import Checkpoint, Curriculum, Pool, PromptSource
@@ -45,8 +45,13 @@ def train(cfg: RunConfig, run_dir: Path) -> dict[str, object]:
 
 
 def resume(run_dir: Path, overrides: list[str]) -> dict[str, object]:
-    """Go on from the newest complete checkpoint of a run directory."""
-    return run(load_resumed(run_dir, overrides), run_dir, resuming=True).result
+    """Go on from the newest complete checkpoint of a run directory; of a run that has nothing left to do, say so."""
+    cfg = load_resumed(run_dir, overrides)
+    result = ended(run_dir, cfg, load_run(run_dir))
+    if result is not None:
+        say("resume: the run is finished")
+        return result
+    return run(cfg, run_dir, resuming=True).result
 
 
 def run(
@@ -160,7 +165,7 @@ def _finish(
 ) -> Finished:
     cfg, trainer = session.cfg, session.trainer
     _save_final(session, run_dir)
-    before, after = _evaluations(run_dir)
+    before, after = evaluations(run_dir)
     stopped = outcome.reason is StopReason.SIGNAL
     certificate = None if stopped else certify(session, run_dir)
     if certificate is None and not stopped:
@@ -195,15 +200,8 @@ def _save_final(session: Session, run_dir: Path) -> None:
     if isinstance(session.trainer, FullTrainer):
         session.base.lane.call(save_final_model, session.trainer, run_dir)
         return
-    target = run_dir / "adapter"
+    target = final_policy(run_dir, session.cfg)
     if target.exists():
         remove_directory(target)
     save_adapter(target, session.published_tensors(), session.trainer.spec)
     write_origin(target, session.base.decoder)
-
-
-def _evaluations(run_dir: Path) -> tuple[Mapping[str, float] | None, Mapping[str, float] | None]:
-    rows = [dict(row) for row in read_rows(run_dir / METRICS_FILE).rows if "eval_sampled" in row]
-    if not rows:
-        return None, None
-    return rows[0], rows[-1] if len(rows) > 1 else None

@@ -23,7 +23,7 @@ class ModelSettings(Section):
     """`lora` learns an adapter on the frozen base. `full` learns every parameter, the expensive alternative to compare
     with: transformers' own model (a directory of BF16 or F32 safetensors) with FP32 masters, about 18 bytes a
     parameter, one copy more per live version in the engine (packed if `quantize` says so) and one for a KL to the base.
-    The keys of `lora` are unused then, and the learning rate wants to be about ten times lower."""
+    Keys of `lora` are refused then, and the learning rate wants to be about ten times lower."""
 
     base_dtype: Literal["bf16", "fp32"] = "bf16"
     """Number type that the base's unpacked weights are rounded to. The residual stream, norms, softmax and logits are

@@ -44,8 +44,10 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def dump_resolved(cfg: RunConfig) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` reads it back to an equal `RunConfig`."""
-    return dump_yaml(cfg.model_dump(mode="json"))
+    """The whole configuration as YAML, defaults included; `load_config` reads it back to an equal `RunConfig`. Without
+    an adapter there is no section `lora`, whose keys would be refused as given."""
+    without = {"lora"} if cfg.model.train == "full" else None
+    return dump_yaml(cfg.model_dump(mode="json", exclude=without))
 
 
 def _as_sections(document: Any, path: Path) -> dict[str, Any]:

@@ -15,6 +15,9 @@ LAG_WITHOUT_CLIP = 1
 LAG_WITH_WIDE_CLIP = 8
 """Oldest sample, in batches, before a loss that hardly clips deserves a warning."""
 
+ADAPTER_KEYS = frozenset({"r", "alpha", "target_modules", "expert_layout"})
+"""Keys of `lora` that have a meaning only for an adapter, whatever their value."""
+
 _Problem = tuple[str, str]
 """(key to change, what is wrong with it)."""
 
@@ -90,6 +93,9 @@ def _full(cfg: RunSections) -> Iterator[_Problem]:
     """What needs an adapter, or a base that versions share."""
     if cfg.model.train != "full":
         return
+    for name in sorted(cfg.lora.model_fields_set & ADAPTER_KEYS):
+        remedy = "leave it out, or train an adapter (model.train = lora)"
+        yield f"lora.{name}", f"{getattr(cfg.lora, name)} while model.train = full has no adapter; {remedy}"
     if cfg.lora.init_from is not None:
         yield "lora.init_from", f"{cfg.lora.init_from} while model.train = full has no adapter; set model.path instead"
     if cfg.lora.dropout > 0:

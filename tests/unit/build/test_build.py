@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import RunFiles, metric_rows, query
+from support.runs import RunFiles, query
 from tithe.build import resume, train
 from tithe.build.hooks import Publisher
 from tithe.build.probing import PROBE_TOKENS
 from tithe.build.session import open_session
 from tithe.config import RunConfig, load_config
 from tithe.errors import ConfigError, NonFiniteError
+from tithe.orchestration.early_stop import EarlyStop
 from tithe.types import PolicyVersion
 from tithe.weight_sync import DirectoryChannel, read_manifest
 
@@ -88,15 +89,31 @@ def test_a_run_without_time_for_a_batch_ends_well_and_goes_on(files, tmp_path, c
     assert (more["steps"], more["max_abs_dlogp"]) == (1, 0.0)
 
 
-def test_a_finished_run_is_resumed_without_training_anything_again(files, tmp_path) -> None:
-    train(config(files, "run.max_steps=2"), tmp_path / "run")
-    adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
-    before = adapter.read_bytes()
-    assert resume(tmp_path / "run", [])["steps"] == 2
-    assert adapter.read_bytes() == before
-    assert [row["step"] for row in metric_rows(tmp_path / "run") if "loss" in row] == [1, 2]
-    assert resume(tmp_path / "run", ["run.max_steps=3"])["steps"] == 3
-    assert adapter.read_bytes() != before
+def test_a_finished_run_says_so_and_how_to_extend_it(files, tmp_path, capsys) -> None:
+    run_dir: Path = tmp_path / "run"
+    whole = train(config(files, "run.max_steps=2"), run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    again = resume(run_dir, [])
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    kept = ("run_dir", "steps", "reason", "max_abs_dlogp")
+    assert {key: again[key] for key in kept} == {key: whole[key] for key in kept}
+    assert again["extend"] == f"tithe resume {run_dir} run.max_steps=4"
+    assert str(again["extend"]) in str(again["text"])
+    assert str(again["text"]).splitlines()[0] == str(whole["text"]).splitlines()[0], "the table before and after"
+    assert "the run is finished" in capsys.readouterr().err
+    assert resume(run_dir, ["run.max_steps=3"])["steps"] == 3
+    adapter = run_dir / "adapter" / "adapter_model.safetensors"
+    assert adapter.read_bytes() != before[adapter]
+
+
+def test_a_run_ended_by_patience_goes_on_only_with_another_one(files, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(EarlyStop, "observe", lambda self, score: self._patience is not None)
+    run_dir: Path = tmp_path / "run"
+    assert train(config(files, "run.max_steps=3", "run.patience=1"), run_dir)["reason"] == "patience"
+    again = resume(run_dir, ["run.max_steps=9"])
+    assert (again["steps"], again["reason"]) == (0, "patience")
+    assert str(again["extend"]).endswith("run.patience=null")
+    assert resume(run_dir, ["run.patience=null"])["steps"] == 3
 
 
 def test_a_damaged_old_version_costs_only_its_own_rollouts_the_certificate(files, tmp_path, capsys) -> None:
