@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,22 +94,17 @@ def load_full(directory: Path, n_tokens: int, *, checkpointing: bool) -> FullPol
     `checkpointing` keeps only each layer's input for the backward.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  seconds that adapters need not wait
-    from transformers.utils import logging  # noqa: PLC0415
 
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         if getattr(config, "attention_dropout", 0.0):
             config.attention_dropout = 0.0  # the policy that is trained must be the one that sampled
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=torch.float32, local_files_only=True
-        )
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=torch.float32, local_files_only=True
+            )
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: transformers cannot load it for full-parameter training: {error}") from error
-    finally:
-        if shows:
-            logging.enable_progress_bar()
     model = cast("Any", model)
     if checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -126,7 +123,8 @@ def write_full(policy: FullPolicy, folder: Path, source: Path, weights: dict[str
     """
     model = cast("Any", policy.model)
     state = dict(model.state_dict()) if weights is None else weights
-    model.save_pretrained(folder, state_dict=state, max_shard_size="100TB")
+    with _no_progress_bars():
+        model.save_pretrained(folder, state_dict=state, max_shard_size="100TB")
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")} | {"dtype": dtype}
@@ -135,3 +133,17 @@ def write_full(policy: FullPolicy, folder: Path, source: Path, weights: dict[str
     for path in (*beside, *source.glob("tokenizer*")):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers' own, which would stand between the lines of a run's progress."""
+    from transformers.utils import logging  # noqa: PLC0415
+
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()

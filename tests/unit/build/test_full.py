@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import yaml
 
 from support.checkpoints import build_gguf, build_hf
 from support.runs import RunFiles, metric_rows, trained_tokens
@@ -21,7 +22,12 @@ FULL = ("model.train=full", "model.quantize=none", "model.base_dtype=fp32", "opt
 
 
 def config(files: RunFiles, run_dir: Path, *overrides: str) -> RunConfig:
-    return load_config(files.yaml, [*FULL, f"run.dir={run_dir}", "run.eval_every=null", *overrides])
+    """The tiny run without its adapter's section."""
+    values = yaml.safe_load(files.yaml.read_text())
+    del values["lora"]
+    path = files.folder / "full.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return load_config(path, [*FULL, f"run.dir={run_dir}", "run.eval_every=null", *overrides])
 
 
 def gaps(run_dir: Path) -> list[float]:
@@ -37,6 +43,7 @@ def test_a_run_is_resumed_to_the_bit_and_its_model_serves(files: RunFiles, tmp_p
     result = train(config(files, whole, "run.max_steps=3", "run.checkpoint_every=1"), whole)
     assert result["steps"] == 3
     train(config(files, broken, "run.max_steps=2", "run.checkpoint_every=1"), broken)
+    assert str(resume(broken, [])["text"]).count(str(broken / "model")) == 1, "finished: where its model lies"
     assert resume(broken, ["run.max_steps=3"])["steps"] == 3
     assert trained_tokens(broken) == trained_tokens(whole)
     one, two = final_weights(whole), final_weights(broken)
@@ -49,7 +56,7 @@ def test_a_run_is_resumed_to_the_bit_and_its_model_serves(files: RunFiles, tmp_p
     certificate = parity(whole)
     assert 0 < float(str(certificate["max_abs_dlogp"])) < 1e-4
     assert int(str(certificate["tokens"])) > 50
-    manifests = [read_manifest(p) for p in DirectoryChannel(whole / "adapters", "tiny").list_versions()]
+    manifests = [read_manifest(p) for p in DirectoryChannel(whole / "adapters", "full").list_versions()]
     assert manifests[-1].optimizer_step == 3
     assert manifests[-1].parent == manifests[-2].name
     assert json.loads((whole / "run.json").read_text())["memory"]["engine_copies_bytes"] > 0
@@ -76,11 +83,26 @@ def test_a_quantized_copy_samples_and_its_larger_gap_is_shown(files: RunFiles, t
     assert "copy=int4" in certificate["numeric_mode"]
 
 
+def test_a_mixture_trains_every_expert_and_its_model_serves(files: RunFiles, tmp_path: Path) -> None:
+    base, run_dir = build_hf(tmp_path / "moe", "qwen3_moe"), tmp_path / "run"
+    options = (f"model.path={base}", "rl.router_replay=false", "rl.kl_coef=0.1", "run.max_steps=2")
+    assert train(config(files, run_dir, *options), run_dir)["steps"] == 2
+    assert 0 < max(gaps(run_dir)) < 1e-3
+    one, start = final_weights(run_dir), safetensors.torch.load_file(base / "model.safetensors")
+    assert one.keys() == start.keys()
+    assert all(not torch.equal(one[name], start[name].to(one[name].dtype)) for name in one if "proj" in name)
+    assert sample(run_dir, "the answer 1 + 1 =", [])["tokens"]
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
         ("lora.init_from=somewhere", "lora.init_from"),
         ("lora.dropout=0.1", "lora.dropout"),
+        ("lora.r=32", "lora.r"),  # also where it is the default: given is given
+        ("lora.alpha=16", "lora.alpha"),
+        ("lora.target_modules=[q_proj]", "lora.target_modules"),
+        ("lora.expert_layout=shared_outer", "lora.expert_layout"),
         ("rollout.on_publish=recompute", "rollout.on_publish"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from support.checkpoints import build_hf
@@ -118,6 +119,31 @@ def test_loss_and_gradient_of_a_step_are_autograds(llama: Path, name: str, budge
     whole = torch.cat([g.flatten() for g in wanted.values()]).norm()
     assert whole > 0.1
     assert max(float((got[n] - wanted[n]).norm() / whole) for n in wanted) < 1e-5
+
+
+def test_a_mixture_learns_its_experts_and_routers(tmp_path: Path) -> None:
+    """Through the routing weights, too; the choice has no gradient. Experts lie stacked in training, one by one in the
+    file."""
+    base = build_hf(tmp_path / "moe", "qwen3_moe", dtype="float32")
+    trainer = FullTrainer(base, N_TOKENS, EXACT, dtype=torch.float32)
+    loss, wanted = by_hand(base, unequal(), EXACT, weights(trainer))
+    assert train(trainer, unequal()).metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    got = moments(trainer)
+    assert got.keys() == wanted.keys()
+    whole = torch.cat([g.flatten() for g in wanted.values()]).norm()
+    assert max(float((got[n] - wanted[n]).norm() / whole) for n in wanted) < 1e-5
+    for part in ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        assert float(got[f"model.layers.0.{part}"].norm() / whole) > 1e-3
+    target = tmp_path / "published"
+    target.mkdir()
+    trainer.write(target)
+    published, before = load_file(target / "model.safetensors"), load_file(base / "model.safetensors")
+    assert {n: t.shape for n, t in published.items()} == {n: t.shape for n, t in before.items()}
+    stacked = weights(trainer)["model.layers.1.mlp.experts.down_proj"]
+    for expert, weight in enumerate(stacked):
+        name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+        assert torch.equal(published[name], weight)
+        assert not torch.equal(published[name], before[name])
 
 
 def test_what_is_trained_in_bf16_is_the_rounded_master_and_what_is_published_loads_everywhere(
