@@ -144,7 +144,7 @@ class Bench:
         prompts = all_prompts[first : first + n]
         sampled = self.generate(prompts, SAMPLES_PER_PROMPT, new_tokens)
         middle = time.perf_counter()
-        groups = [self._group(i, prompts[i], row) for i, row in enumerate(sampled)]
+        groups = [self.group(i, prompts[i], row) for i, row in enumerate(sampled)]
         self.learner.learn(groups, self.serial)
         self.serial += 1
         trained = time.perf_counter()
@@ -158,7 +158,8 @@ class Bench:
             "publish_seconds": ended - trained,
         }
 
-    def _group(self, index: int, prompt: Sequence[int], row: Sequence[Completion]) -> RolloutGroup:
+    def group(self, index: int, prompt: Sequence[int], row: Sequence[Completion]) -> RolloutGroup:
+        """The completions of one prompt as a group of the version that is served."""
         rollouts = tuple(self._rollout(sample, completion) for sample, completion in enumerate(row))
         return RolloutGroup(index, f"prompt-{index}", np.array(prompt, np.int32), rollouts, 0, self.serial)
 

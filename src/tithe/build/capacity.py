@@ -17,7 +17,7 @@ from typing import Any
 from tithe.arch import find_demo_model, read_checkpoint
 from tithe.build.base import check_full
 from tithe.build.session import say
-from tithe.config import RunConfig, dump_resolved
+from tithe.config import LoraSettings, RunConfig, dump_resolved
 from tithe.errors import ConfigError, RunError, UserError
 from tithe.metrics import read_rows
 from tithe.utils.durable import write_text
@@ -32,8 +32,9 @@ _FULL = "full"
 @dataclass(frozen=True)
 class Measured:
     """One run's outcome. `held_out` and `reward` are (step, value) curves; `peak_bytes` is the largest resident size of
-    its process (None where the kernel does not say), `step_s` the mean time of a batch after the first,
-    `max_abs_dlogp` the sampler's largest difference from the trainer (for an adapter that of its certificate)."""
+    its process (None where the kernel does not say), `step_s` the mean time of a batch after the first, `max_abs_dlogp`
+    and `mean_abs_dlogp` the sampler's difference from the trainer over the rollouts of its certificate, in nats a
+    token (None without one)."""
 
     name: str
     lr: float
@@ -43,18 +44,25 @@ class Measured:
     trained_state_bytes: int
     step_s: float
     max_abs_dlogp: float | None
+    mean_abs_dlogp: float | None
 
 
 def capacity(
-    cfg: RunConfig, run_dir: Path, ranks: Sequence[int], steps: int | None, full_lr: float | None
+    cfg: RunConfig,
+    run_dir: Path,
+    ranks: Sequence[int],
+    steps: int | None,
+    full_lr: float | None,
+    copy: str | None = None,
 ) -> dict[str, object]:
-    """Train, collect, compare. Raises `UserError` before the first run for a start that not all can share, `RunError`
-    for a run that failed."""
-    _check(cfg)
-    variants = _variants(cfg, ranks, steps or cfg.run.max_steps, full_lr)
+    """Train, collect, compare. `copy` (a `model.quantize`) adds the largest rank on a base packed so, and full training
+    whose rollouts come from a copy packed so. Raises `UserError` before the first run for a start that not all can
+    share, `RunError` for a run that failed."""
+    _check(cfg, copy)
+    variants = _variants(cfg, ranks, steps or cfg.run.max_steps, full_lr, copy)
     measured = [_run(name, variant, run_dir / name) for name, variant in variants.items()]
-    full = measured[-1]
-    gaps = {run.name: _end(full.held_out) - _end(run.held_out) for run in measured[:-1]}
+    full = next(run for run in measured if run.name == _FULL)
+    gaps = {run.name: _end(full.held_out) - _end(run.held_out) for run in measured if run is not full}
     result: dict[str, object] = {
         "run_dir": str(run_dir),
         "steps": steps or cfg.run.max_steps,
@@ -65,16 +73,24 @@ def capacity(
     return {**result, "text": _table(measured, gaps)}
 
 
-def _check(cfg: RunConfig) -> None:
+def _check(cfg: RunConfig, copy: str | None) -> None:
     check_full(cfg, read_checkpoint(Path(cfg.model.path) if cfg.model.path is not None else find_demo_model()))
     if cfg.lora.init_from is not None:
         raise ConfigError(
             "lora.init_from: capacity compares runs from one start, the bare base; leave it out", key="lora.init_from"
         )
+    if copy is not None and (cfg.model.quantize != "none" or cfg.model.load_in_8bit):
+        raise ConfigError(
+            f"model.quantize: --copy {copy} adds runs that are packed so to runs that are not; set it to none, and "
+            "model.load_in_8bit to false",
+            key="model.quantize",
+        )
 
 
-def _variants(cfg: RunConfig, ranks: Sequence[int], steps: int, full_lr: float | None) -> dict[str, RunConfig]:
-    """Configurations by name, the full-parameter one last. An adapter's alpha / r stays that of the run file."""
+def _variants(
+    cfg: RunConfig, ranks: Sequence[int], steps: int, full_lr: float | None, copy: str | None
+) -> dict[str, RunConfig]:
+    """Configurations by name. An adapter's alpha / r stays that of the run file."""
     run = cfg.run.model_copy(update={"max_steps": steps, "eval_every": cfg.run.eval_every or max(1, steps // 4)})
     monitor = cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False})
     common = cfg.model_copy(update={"run": run, "monitor": monitor})
@@ -85,13 +101,15 @@ def _variants(cfg: RunConfig, ranks: Sequence[int], steps: int, full_lr: float |
         variants[f"lora-r{r}"] = common.model_copy(update={"lora": lora, "model": model})
     updates: dict[str, Mapping[str, Any]] = {
         "model": {"train": "full"},
-        "lora": {"dropout": 0.0},
         "rl": {"router_replay": False},
         "rollout": {"on_publish": "finish"},
         "optimizer": {"lr": full_lr or cfg.optimizer.lr * FULL_LR_SHARE},
     }
     sections = {name: getattr(common, name).model_copy(update=changes) for name, changes in updates.items()}
-    variants[_FULL] = common.model_copy(update=sections)
+    variants[_FULL] = common.model_copy(update={**sections, "lora": LoraSettings()})
+    for name in (f"lora-r{max(ranks)}", _FULL) if copy is not None else ():
+        model = variants[name].model.model_copy(update={"quantize": copy})
+        variants[f"{name}-{copy}"] = variants[name].model_copy(update={"model": model})
     return variants
 
 
@@ -115,6 +133,8 @@ def _run(name: str, cfg: RunConfig, folder: Path) -> Measured:
     times = [row["step_s"] for row in rows if "step_s" in row]
     timed = times[1:] or times
     memory = json.loads((run_dir / "run.json").read_text())["memory"]
+    certificate = run_dir / "parity.json"
+    parity = json.loads(certificate.read_text()) if certificate.is_file() else {}
     return Measured(
         name=name,
         lr=cfg.optimizer.lr,
@@ -123,7 +143,8 @@ def _run(name: str, cfg: RunConfig, folder: Path) -> Measured:
         peak_bytes=peak,
         trained_state_bytes=memory["adapter_state_bytes"],
         step_s=sum(timed) / len(timed) if timed else 0.0,
-        max_abs_dlogp=json.loads((folder / "answer.json").read_text()).get("max_abs_dlogp"),
+        max_abs_dlogp=parity.get("max_abs_dlogp"),
+        mean_abs_dlogp=parity.get("mean_abs_dlogp"),
     )
 
 
@@ -159,7 +180,8 @@ def _end(curve: Sequence[tuple[int, float]]) -> float:
 
 
 def _table(measured: Sequence[Measured], gaps: Mapping[str, float]) -> str:
-    head = ["run", "lr", "held out", "gap to full", "reward", "peak MiB", "state MiB", "s/batch", "max |dlogp|"]
+    head = ["run", "lr", "held out", "gap to full", "reward", "peak MiB", "state MiB", "s/batch"]
+    head += ["max |dlogp|", "mean |dlogp|"]
     lines = [head, *(_cells(run, gaps) for run in measured)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
@@ -175,5 +197,5 @@ def _cells(run: Measured, gaps: Mapping[str, float]) -> list[str]:
         "" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:.0f}",
         f"{run.trained_state_bytes / 2**20:.1f}",
         f"{run.step_s:.3f}",
-        "" if run.max_abs_dlogp is None else f"{run.max_abs_dlogp:.2g}",
+        *("" if value is None else f"{value:.2g}" for value in (run.max_abs_dlogp, run.mean_abs_dlogp)),
     ]

@@ -12,7 +12,7 @@
     inspect   arch.inspect(target, base, n_ranks)          text, text, int; free of torch
     plan      planner.plan(model, hardware, …)             texts and numbers; free of torch (`cli.planning`)
     compare   planner.compare(models, hardware, …)         as plan
-    capacity  build.capacity(cfg, run_dir, ranks, …)       RunConfig, Path, list of int, --steps, --full-lr (or None)
+    capacity  build.capacity(cfg, run_dir, ranks, …)       RunConfig, Path, list of int, --steps, --full-lr, --copy
     simulate  simulator.simulate_target(target, …)         text, list of texts, Options; free of torch
     demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
 
@@ -135,7 +135,7 @@ def inspect(args: argparse.Namespace) -> Result:
 
 
 def capacity(args: argparse.Namespace) -> Result:
-    """`tithe capacity RUN.yaml --ranks R1,R2 --steps N --full-lr LR key=value …`."""
+    """`tithe capacity RUN.yaml --ranks R1,R2 --steps N --full-lr LR --copy int4 key=value …`."""
     from tithe.config import choose_run_dir, load_config
 
     ranks = _ranks(args.ranks)
@@ -148,7 +148,7 @@ def capacity(args: argparse.Namespace) -> Result:
     _warn(cfg)
     from tithe.build import capacity as build_capacity
 
-    return build_capacity(cfg, Path(cfg.run.dir), ranks, args.steps, args.full_lr)
+    return build_capacity(cfg, Path(cfg.run.dir), ranks, args.steps, args.full_lr, args.copy)
 
 
 def simulate(args: argparse.Namespace) -> Result:

@@ -89,6 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     capacity.add_argument(
         "--full-lr", type=float, metavar="LR", help="learning rate of the full run (default a tenth of optimizer.lr)"
     )
+    copy_help = "add the largest rank on an int4 base, and full training with rollouts from int4 copies"
+    capacity.add_argument("--copy", choices=("int4",), help=copy_help)
     simulate = _add_simulate(add)
     add_commands(add)
     demo = add("demo", "train a real 4-bit model on a task that a program can check, in minutes")

@@ -11,7 +11,9 @@ import tithe
 from support.checkpoints import build_gguf
 from support.runs import RunFiles
 from tithe.build import capacity
-from tithe.config import load_config
+from tithe.build.capacity import _variants
+from tithe.config import build_config, dump_resolved, load_config
+from tithe.config.yaml_text import parse_yaml
 from tithe.errors import ConfigError, UserError
 
 
@@ -32,13 +34,27 @@ def test_both_curves_memory_and_time_of_each_run(
         assert run["step_s"] > 0
     for curve in ("held_out", "reward"):  # one start: the first answers are the same ones
         assert adapter[curve][0] == full[curve][0]
-    assert adapter["max_abs_dlogp"] == 0 < full["max_abs_dlogp"] < 0.5
+    assert adapter["max_abs_dlogp"] == 0 < full["mean_abs_dlogp"] <= full["max_abs_dlogp"] < 0.5
     assert full["lr"] == pytest.approx(adapter["lr"] / 10)
     assert full["trained_state_bytes"] > 4 * adapter["trained_state_bytes"]
     gap = full["held_out"][-1][1] - adapter["held_out"][-1][1]
     assert result["gap_to_full"] == {"lora-r2": pytest.approx(gap)}
     assert str(result["text"]).splitlines()[0].startswith("run ")
     assert len(str(result["text"]).splitlines()) == 3
+
+
+def test_a_copy_adds_a_packed_base_to_the_largest_rank_and_packed_rollouts_to_full(files: RunFiles) -> None:
+    cfg = load_config(files.yaml, ["model.quantize=none", "lora.dropout=0.1"])
+    variants = _variants(cfg, [2, 8, 4], 5, None, "int4")
+    assert list(variants) == ["lora-r2", "lora-r8", "lora-r4", "full", "lora-r8-int4", "full-int4"]
+    assert [v.model.quantize for v in variants.values()] == ["none"] * 4 + ["int4"] * 2
+    assert [v.model.train for v in variants.values()] == ["lora"] * 3 + ["full", "lora", "full"]
+    assert [v.lora.r for v in variants.values() if v.model.train == "lora"] == [2, 8, 4, 8]
+    for variant in variants.values():  # each is a run file that `tithe train` takes
+        assert build_config(parse_yaml(dump_resolved(variant), "run.yaml")) == variant
+    with pytest.raises(ConfigError, match="--copy int4") as caught:
+        capacity(load_config(files.yaml), files.folder / "c", [2], 1, None, "int4")
+    assert caught.value.key == "model.quantize"
 
 
 def test_a_start_that_not_all_can_share_is_refused_before_anything_runs(files: RunFiles, tmp_path: Path) -> None:

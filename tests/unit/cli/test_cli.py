@@ -91,14 +91,16 @@ def test_each_command_calls_its_build_function_with_the_documented_arguments(bui
             [2, 8],
             3,
             None,
+            None,
         ),
-        ("capacity", str(run_file), change, "--full-lr", "1e-6"): (
+        ("capacity", str(run_file), change, "--full-lr", "1e-6", "--copy", "int4"): (
             "capacity",
             cfg,
             tmp_path / "runs" / "sums",
             [4, 32],
             None,
             1e-6,
+            "int4",
         ),
         ("demo", change): ("demo", [change]),
     }
