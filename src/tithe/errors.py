@@ -12,6 +12,7 @@
         ├── NonFiniteError         three non-finite steps in a row
         ├── PoolError              a pool contract was broken (lease, version, state)
         ├── EngineError            the engine could not serve a request
+        ├── RanksLost              another rank has ended or is silent
         └── RolloutFailure         one rollout failed; data, never the end of a run
 
 `boundary()` turns any exception inside a rollout, a reward or a tool into a `Failure` with exactly one cause.
@@ -80,6 +81,10 @@ class PoolError(RunError):
 
 class EngineError(RunError):
     """The rollout engine could not serve a request."""
+
+
+class RanksLost(RunError):
+    """Another rank of this run has ended, or has been silent for too long."""
 
 
 class RolloutFailure(RunError):

@@ -12,7 +12,8 @@ from tithe.models.lane import Lane, Ticker
 from tithe.models.layout import PageLayout, page_layout
 from tithe.models.loader import load_model
 from tithe.models.options import ModelOptions
-from tithe.models.ranks import ALONE, Ranks
+from tithe.models.orders import Orders, Stop
+from tithe.models.ranks import ALONE, Agreed, Ranks
 from tithe.models.routing import check_replay
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
 from tithe.models.training import Capacity, TrainPass, norm_backward
@@ -22,6 +23,7 @@ __all__ = [
     "CHUNK_ROWS",
     "PAGE",
     "AdapterGradients",
+    "Agreed",
     "Capacity",
     "Decoder",
     "Drawn",
@@ -33,11 +35,13 @@ __all__ = [
     "Lane",
     "ModelAdapter",
     "ModelOptions",
+    "Orders",
     "PageAllocator",
     "PageLayout",
     "Ranks",
     "ScoredRows",
     "Segment",
+    "Stop",
     "Ticker",
     "TrainAdapter",
     "TrainPass",

@@ -209,6 +209,14 @@ class ForwardPlan:
             self.run_layer(i, plans)
         return self.buffers.x[: len(ids)]
 
+    def run_idle(self) -> None:
+        """Take part in a forward in which only other ranks have rows."""
+        self._rows = -1
+        for plan in self.experts:
+            if plan is not None:
+                plan.rows, plan.segments, plan.replay = 0, (), None
+                plan.run()
+
     def run_layer(self, i: int, plans: Sequence[AdapterPlan], tap: Tap | None = None) -> None:
         """One layer in place. `tap(i, name)` is called after each stage of `STAGES` when given; around a linear
         also with ``+input`` (adapters are about to read it) and ``+adapter`` (their share is added).

@@ -2,7 +2,7 @@
 
 A value that is handed to whoever needs it; there is no default group. With one rank nothing is sent and nothing waits.
 Every rank calls the same methods in the same order: a call returns when all ranks have made it. When one has ended, or
-keeps silent for `timeout_s`, the others' calls raise `RunError`.
+keeps silent for `timeout_s`, the others' calls raise `RanksLost`. A patient broadcast waits for as long as all live.
 
 Sums are taken in ascending rank, each element on one rank that then tells the others: every rank has the same bits, and
 so has every run on as many ranks.
@@ -10,26 +10,44 @@ so has every run on as many ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tithe.arch import Shard
-from tithe.errors import ConfigError, RunError
+from tithe.errors import AdapterError, ConfigError, EngineError, PublishRefused, RanksLost, RunError, TitheError
 
 BUCKET_BYTES = 32 << 20
 """Tensors are summed together up to this size."""
 
+TIMEOUT_S = 600.0
+"""How long a rank may be silent while others wait for it."""
+
+_PATIENCE = timedelta(days=365)
+_ANSWERS: tuple[type[TitheError], ...] = (AdapterError, EngineError, PublishRefused)
+"""Errors that ranks agree on, and after which they go on."""
+
+
+class Agreed(Exception):
+    """All ranks have refused an order alike: an answer, after which they are still in step. `error` is what rank 0
+    raises."""
+
+    def __init__(self, error: TitheError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
 
 @dataclass(eq=False)
 class Ranks:
-    """One rank of `size`; `group` connects it to the others (gloo; None for one rank).
+    """One rank of `size`; `group` connects it to the others (gloo; None for one rank), and so does `patient`, for
+    waiting without a bound. `why` says what it knows of a rank that is lost.
 
     Example: ``Ranks.join(rank, 4, run_dir / "ranks")`` in each of four processes.
     """
@@ -38,24 +56,36 @@ class Ranks:
     size: int = 1
     group: dist.ProcessGroup | None = None
     timeout_s: float = 0.0
+    patient: dist.ProcessGroup | None = None
+    why: Callable[[], str | None] = lambda: None
 
     @staticmethod
-    def join(rank: int, size: int, meeting: Path, timeout_s: float = 600.0) -> Ranks:
-        """Meet the others through a file that all can write and that does not exist before the first comes.
+    def join(rank: int, size: int, meeting: Path | tuple[str, int, bool], timeout_s: float = TIMEOUT_S) -> Ranks:
+        """Meet the others on this machine through a file that does not exist before the first comes, or at (host,
+        port, whether this process is the host).
 
-        Connects through the interface that GLOO_SOCKET_IFNAME names, else the host's own. `RunError` when not all come
-        within `timeout_s`.
+        Ranks of one machine connect through its loopback, others through the interface that GLOO_SOCKET_IFNAME names,
+        else the host's own. `RunError` when not all come within `timeout_s`.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of {size}: ranks count from 0 to {size - 1}")
         if size == 1:
             return Ranks()
+        bound = timedelta(seconds=timeout_s)
         try:
-            store = dist.FileStore(str(meeting), size)
-            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+            if isinstance(meeting, Path):
+                store = dist.FileStore(str(meeting), size)
+            else:
+                host, port, is_host = meeting
+                store = dist.TCPStore(host, port, None, is_host, bound, wait_for_workers=False)
+            store.set_timeout(bound)
+            groups = [
+                _group(dist.PrefixStore(name, store), rank, size, patience, here=isinstance(meeting, Path))
+                for name, patience in (("work", bound), ("orders", _PATIENCE))
+            ]
         except RuntimeError as error:
             raise RunError(f"rank {rank} did not meet the other {size - 1} within {timeout_s:g} s: {error}") from error
-        return Ranks(rank, size, cast("dist.ProcessGroup", group), timeout_s)  # its methods are the same
+        return Ranks(rank, size, groups[0], timeout_s, groups[1])
 
     @property
     def shard(self) -> Shard:
@@ -64,19 +94,21 @@ class Ranks:
 
     def close(self) -> None:
         """Leave; calls of the others fail from now on."""
-        self.group = None
+        self.group = self.patient = None
 
     # ------------------------------------------------------------------ messages
 
-    def _meet(self, call: Callable[[dist.ProcessGroup], Any]) -> None:
-        if self.group is None:
-            raise RunError(f"rank {self.rank} of {self.size} has left the others")
+    def _meet(self, call: Callable[[dist.ProcessGroup], Any], *, patiently: bool = False) -> None:
+        group = self.patient if patiently else self.group
+        if group is None:
+            raise RanksLost(f"rank {self.rank} of {self.size} has left the others")
         try:
-            call(self.group).wait()
+            call(group).wait()
         except RuntimeError as error:
-            raise RunError(
-                f"rank {self.rank} of {self.size} lost the others: one has ended, or was silent for {self.timeout_s:g} "
-                f"s; look into its output, then resume ({str(error).splitlines()[0][:200]})"
+            known = self.why() or f"one has ended, or was silent for {self.timeout_s:g} s; look into its output"
+            raise RanksLost(
+                f"rank {self.rank} of {self.size} lost the others: {known}. Go on with `tithe resume`, on as many "
+                f"ranks or others ({str(error).splitlines()[0][:120]})"
             ) from error
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -127,22 +159,63 @@ class Ranks:
             mine += part
         return torch.cat(self.all_gather(mine))[: flat.numel()]
 
-    def broadcast(self, data: bytes = b"", root: int = 0) -> bytes:
-        """The root's bytes, on every rank."""
+    def broadcast(self, data: bytes = b"", root: int = 0, *, patiently: bool = False) -> bytes:
+        """The root's bytes, on every rank. `patiently`: however long the root takes to call."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)])
-        self._meet(lambda group: group.broadcast(length, root))
-        body = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == root:
-            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else body)
-        self._meet(lambda group: group.broadcast(body, root))
+        self._meet(lambda group: group.broadcast(length, root), patiently=patiently)
+        body = _bytes(data) if self.rank == root else torch.empty(int(length), dtype=torch.uint8)
+        self._meet(lambda group: group.broadcast(body, root), patiently=patiently)
         return body.numpy().tobytes()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, of any length."""
+        if self.size == 1:
+            return [data]
+        return self.gather_known(data, [int(n) for n in self.all_gather(torch.tensor([len(data)]))])
+
+    def gather_known(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Every rank's bytes, of lengths that all know."""
+        if not any(lengths):
+            return [b""] * self.size
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = _bytes(data)
+        found = self.all_gather(padded)
+        return [part.numpy()[:n].tobytes() for part, n in zip(found, lengths, strict=True)]
+
+    def agree(self, problem: TitheError | None) -> None:
+        """Go on together, or not: raises when any rank has a problem, the same on all (`Agreed`, where there are
+        others). An `AdapterError`, `EngineError` or `PublishRefused`: others are no answer."""
+        if self.size == 1:
+            if problem is not None:
+                raise problem
+            return
+        text = "" if problem is None else f"{type(problem).__name__}\n{problem}"
+        told = self.gather(text.encode())
+        for rank, said in enumerate(told):
+            if said:
+                name, _, message = said.decode().partition("\n")
+                kind = next(one for one in _ANSWERS if one.__name__ == name)
+                raise Agreed(kind(message if rank == 0 else f"rank {rank}: {message}"))
 
     def barrier(self) -> None:
         """Wait until all have come here."""
         if self.size > 1:
             self.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+
+def _group(store: dist.Store, rank: int, size: int, timeout: timedelta, *, here: bool) -> dist.ProcessGroup:
+    gloo: Any = dist.ProcessGroupGloo  # its options have private names; it has the methods of a group
+    if not here or "GLOO_SOCKET_IFNAME" in os.environ:
+        return gloo(store, rank, size, timeout)
+    options = gloo._Options()  # noqa: SLF001
+    options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout  # noqa: SLF001
+    return gloo(store, rank, size, options)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 ALONE = Ranks()

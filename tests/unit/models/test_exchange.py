@@ -177,7 +177,7 @@ def test_the_others_end_when_a_rank_dies(tmp_path: Path):
     found = outcomes(4, tmp_path, work, 60.0)
     assert time.monotonic() - began < 30
     assert found[2] == (False, 9)
-    assert all("RunError: rank" in found[rank][1] and "lost the others" in found[rank][1] for rank in (0, 1, 3))
+    assert all("RanksLost: rank" in found[rank][1] and "lost the others" in found[rank][1] for rank in (0, 1, 3))
 
 
 @pytest.mark.liveness
