@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tithe.engines.sequences import LiveVersion
-from tithe.models import ForwardPlan, Segment
+from tithe.models import ForwardPlan, Ranks, Segment, serve
 from tithe.types import ExpertArray
 
 Owner = TypeVar("Owner")
@@ -63,6 +65,47 @@ def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[Computed[Owner]
         Computed(w, x[part], None if chosen is None else chosen[part].copy())
         for w, part in zip(ordered, parts, strict=True)
     ]
+
+
+class Forwards:
+    """The forwards of an engine. On several ranks all make them together: one a tick, with rows or without; `apart`,
+    each as many as it needs. Belongs to the lane."""
+
+    def __init__(self, plan: ForwardPlan, ranks: Ranks) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._is_apart = False
+
+    def serve(self, versions: Sequence[LiveVersion]) -> None:
+        """Say which versions the rows of any rank may be under, in an order that all ranks have."""
+        if self._ranks.size > 1:
+            serve(self._plan, [version.model for version in versions if version.model is not None])
+
+    def run(self, work: list[Work[Owner]]) -> list[Computed[Owner]]:
+        """Compute all rows, if there are any."""
+        if work:
+            if self._is_apart:
+                self._any_has_rows(True)
+            return run_rows(self._plan, work)
+        if self._ranks.size > 1 and not self._is_apart:
+            self._plan.run_idle()
+        return []
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block in which ranks make different numbers of forwards: they tell each other before each, and those that
+        have left the block take part until all have. An error that leaves the block ends the run."""
+        if self._ranks.size == 1:
+            yield
+            return
+        self._is_apart = True
+        yield
+        self._is_apart = False
+        while self._any_has_rows(False):
+            self._plan.run_idle()
+
+    def _any_has_rows(self, own: bool) -> bool:
+        told = self._ranks.all_gather(torch.tensor([own]))
+        return any(bool(one) for one in told)
 
 
 def write_table(plan: ForwardPlan, slot: int, pages: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -88,6 +89,17 @@ class Running:
     def pending(self) -> list[int]:
         """Tokens whose positions are still to be computed before the next can be drawn."""
         return self.tokens[self.computed - len(self.request.prompt_ids) :]
+
+    def finish_reason(self, decode: Callable[[Sequence[int]], str] | None) -> FinishReason | None:
+        """Why the token drawn last ends the request; None when it goes on."""
+        params = self.request.params
+        if self.tokens[-1] in params.stop_token_ids:
+            return FinishReason.STOP
+        if params.stop_strings and decode is not None:
+            text = decode(self.tokens)
+            if any(stop in text for stop in params.stop_strings):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= params.max_new_tokens else None
 
     def completion(self, finish: FinishReason) -> Completion:
         """The answer."""

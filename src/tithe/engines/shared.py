@@ -19,11 +19,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tithe.engines.batch import Work, run_rows, write_table
+from tithe.engines.admission import check_origin, own_pages, problem_of
+from tithe.engines.batch import Forwards, Work, write_table
 from tithe.engines.cache import PromptCache
 from tithe.engines.sequences import BASE, LiveVersion, Prompt, Running, Waiting, completion, refuse, resolve
-from tithe.errors import AdapterError, EngineError
-from tithe.models import PAGE, Decoder, Draws, ForwardPlan, Head, KVPages, Lane
+from tithe.errors import AdapterError, EngineError, PublishRefused
+from tithe.models import ALONE, PAGE, Decoder, Draws, ForwardPlan, Head, KVPages, Lane, Ranks
 from tithe.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tithe.weight_sync import Probe, compare_probe, load_published
 
@@ -37,7 +38,9 @@ class SharedEngine:
     `on_publish` says what happens to requests without an adapter's name when another version is served: `finish` keeps
     the version they began with, `recompute` rebuilds their keys and values, `keep` continues over the old ones. A
     mixture's completions carry the experts that every position took, for training to replay, if `record_experts`.
-    `bare` is the version that its base is by itself: where every parameter is trained, each version is a base.
+    `bare` is the version that its base is by itself: where every parameter is trained, each version is a base. On
+    several `ranks` each has an engine for requests of its own, and all tick, load and drop together
+    (`tithe.engines.spread`).
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class SharedEngine:
         record_experts: bool = True,
         decode: Callable[[Sequence[int]], str] | None = None,
         bare: LiveVersion = BASE,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.decoder, self.lane, self.on_publish = decoder, lane, on_publish
+        self.decoder, self.lane, self.on_publish, self.ranks = decoder, lane, on_publish, ranks
         self._record_experts = record_experts
         self._decode, self._max_live, self._max_running = decode, max_live_versions, max_running
         operand = decoder.options.operand_dtype
@@ -71,13 +75,14 @@ class SharedEngine:
             sequences=3 * max_running + 2,
             max_positions=decoder.max_context,
         )
+        self._forwards = Forwards(self._plan, ranks)
         self._score_slot = 3 * max_running + 1
         self._head = Head(decoder, chunk_rows=max(64, max_running))
         self._waiting: deque[Waiting] = deque()
         self._running: list[Running] = []
         self._slots = list(range(max_running - 1, -1, -1))
         self._live: dict[str, LiveVersion] = {}
-        self._dropped: set[LiveVersion] = set()  # still in use by requests that began on them
+        self._dropped: list[LiveVersion] = []  # still in use by requests that began on them
         self._served = bare
         self._answers: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[float]] = {}
         self._lock = threading.RLock()
@@ -93,39 +98,26 @@ class SharedEngine:
     def submit(self, request: GenerateRequest) -> Future[Completion]:
         """Queue a request; never blocks. The future fails with `EngineError` when it can never be served."""
         future: Future[Completion] = Future()
-        problem = self._problem(request)
         with self._lock:
-            version = self._served if request.adapter is None else self._live.get(request.adapter)
-            if version is None and problem is None:
-                problem = f"adapter {request.adapter!r} is not live; live are: {', '.join(self._live) or 'none'}"
-            if problem is None and version is not None:
+            problem = self.problem(request)
+            if problem is None:
+                version = self._served if request.adapter is None else self._live[request.adapter]
                 self._waiting.append(Waiting(request, future, version))
         if problem is not None:
             refuse(future, EngineError(problem))
         self.lane.wake()
         return future
 
-    def _problem(self, request: GenerateRequest) -> str | None:
-        p, n = request.params, len(request.prompt_ids)
-        if n == 0 or p.max_new_tokens < 1:
-            return "a request needs at least one prompt token and room for one new token"
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.decoder.embedding.rows:
-            return f"a prompt token lies outside the vocabulary of {self.decoder.embedding.rows}"
-        if n + p.max_new_tokens > self.decoder.max_context:
-            return (
-                f"prompt and completion may take {n + p.max_new_tokens} tokens, "
-                f"model.max_context is {self.decoder.max_context}"
-            )
-        if -(-n // PAGE) + self._own_pages(request) > self.pages.pages:
-            return f"the request may need more than all {self.pages.pages} KV pages: raise engine.kv_memory_mib"
-        if p.stop_strings and self._decode is None:
-            return "stop strings need an engine that was given a decoder of tokens"
-        return None
+    def problem(self, request: GenerateRequest) -> str | None:
+        """Why a request can never be served; None when it can."""
+        problem = self._problem(request)
+        with self._lock:
+            if problem is None and request.adapter is not None and request.adapter not in self._live:
+                problem = f"adapter {request.adapter!r} is not live; live are: {', '.join(self._live) or 'none'}"
+        return problem
 
-    @staticmethod
-    def _own_pages(request: GenerateRequest) -> int:
-        n = len(request.prompt_ids)
-        return -(-(n + request.params.max_new_tokens) // PAGE) - n // PAGE
+    def _problem(self, request: GenerateRequest) -> str | None:
+        return problem_of(request, self.decoder, self.pages.pages, can_decode=self._decode is not None)
 
     def cancel(self, group: int) -> None:
         """End all requests of a group with FinishReason.CANCELLED."""
@@ -167,15 +159,21 @@ class SharedEngine:
         Raises `AdapterError` (files, names, base, numeric mode), `PublishRefused` (probe) or `EngineError` (too many
         live versions, a probe that the engine cannot hold); the served version is then unchanged.
         """
+        problem: AdapterError | EngineError | None = None
+        loaded: tuple[Probe, LiveVersion] | None = None
+        try:
+            loaded = self._load(directory)
+        except (AdapterError, EngineError) as error:
+            problem = error
+        self.ranks.agree(problem)
+        assert loaded is not None
+        self.lane.call(self._prove_and_serve, *loaded)
+        return loaded[1].name
+
+    def _load(self, directory: Path) -> tuple[Probe, LiveVersion]:
+        """A published version in the engine's own copy, not served yet, and what proves it."""
         manifest, tensors, spec = load_published(directory, self.decoder.linear_shapes())
-        if manifest.base_checksum != self.decoder.checksum:
-            raise AdapterError(f"{manifest.name} was trained on another base than this one: set model.path to its base")
-        mode = self.decoder.options.numeric_mode
-        if manifest.numeric_mode != mode:
-            raise AdapterError(
-                f"{manifest.name} was trained under {manifest.numeric_mode} and this engine computes under {mode}, "
-                f"which is another policy: set model.base_dtype and model.compute_dtype as in training"
-            )
+        check_origin(manifest, self.decoder)
         with self._lock:
             if len(self._live) >= self._max_live and manifest.name not in self._live:
                 raise EngineError(f"{len(self._live)} versions are live, engine.max_live_versions is {self._max_live}")
@@ -183,23 +181,39 @@ class SharedEngine:
         if version is None:  # else the very same version, which may have requests: proved again, not held twice
             model = self.lane.call(self.decoder.build_adapter, tensors, spec)
             version = LiveVersion(manifest.name, manifest.version.serial, model)
-        self.lane.call(self._prove_and_serve, manifest.probe, version)
-        return manifest.name
+        return manifest.probe, version
 
     def _prove_and_serve(self, probe: Probe, version: LiveVersion) -> None:
-        prompt, target = probe.prompt_ids, probe.completion_ids
-        served = self._served
+        """Every rank asks its own engine; all serve the version, or none."""
+        problem: EngineError | PublishRefused | None = None
+        self._forwards.serve([*self._held(), version])
         try:
-            answer = self._score(version, prompt, target)
-            previous = None if served is BASE else self._remembered(served, prompt, target)
-            compare_probe(probe, answer, previous, self._remembered(BASE, prompt, target)).require(version.name)
+            with self._forwards.apart():
+                try:
+                    answer = self._prove(probe, version)
+                except (EngineError, PublishRefused) as error:
+                    problem, answer = error, []
+            self.ranks.agree(problem)
         except BaseException:
             if version.name not in self._live:
                 self._forget(version)
+            self._forwards.serve(self._held())
             raise
-        self._answers = {k: v for k, v in self._answers.items() if k[0] == BASE.name and k[1:] == (prompt, target)}
-        self._answers[version.name, prompt, target] = answer
+        key = (probe.prompt_ids, probe.completion_ids)
+        self._answers = {k: v for k, v in self._answers.items() if k[0] == BASE.name and k[1:] == key}
+        self._answers[version.name, *key] = answer
         self._serve(version)
+
+    def _prove(self, probe: Probe, version: LiveVersion) -> list[float]:
+        prompt, target = probe.prompt_ids, probe.completion_ids
+        answer = self._score(version, prompt, target)
+        previous = None if self._served is BASE else self._remembered(self._served, prompt, target)
+        compare_probe(probe, answer, previous, self._remembered(BASE, prompt, target)).require(version.name)
+        return answer
+
+    def _held(self) -> list[LiveVersion]:
+        """Versions that requests may be under, in the order that all ranks have."""
+        return [*self._live.values(), *self._dropped]
 
     def _remembered(self, version: LiveVersion, prompt: tuple[int, ...], target: tuple[int, ...]) -> list[float]:
         """What a version answered to this probe when it was proved; asked again only for another probe."""
@@ -216,8 +230,7 @@ class SharedEngine:
             version = self._live.get(name)
             if version is None or version is self._served:
                 return
-            del self._live[name]
-            self._dropped.add(version)
+            self._dropped.append(self._live.pop(name))
         self.lane.submit(self._forget_unused)
 
     def score(self, adapter: str | None, prompt: Sequence[int], target: Sequence[int]) -> list[float]:
@@ -249,7 +262,7 @@ class SharedEngine:
 
         When pages are too few for one more copy of its prompt, it finishes under the version it has.
         """
-        got = self._cache.acquire(version, seq.request.prompt_ids, self._own_pages(seq.request))
+        got = self._cache.acquire(version, seq.request.prompt_ids, own_pages(seq.request))
         if got is not None:
             self._cache.release(seq.prompt, seq.own)
             seq.version, seq.computed = version, 0
@@ -257,13 +270,25 @@ class SharedEngine:
             seq.experts.clear()
 
     def _forget_unused(self) -> None:
-        """On the lane: let go of dropped versions whose last request has ended."""
+        """On the lane: let go of dropped versions whose last request has ended. Ranks do so together."""
+        if self.ranks.size == 1:
+            self.forget([not used for used in self.dropped_in_use()])
+
+    def dropped_in_use(self) -> list[bool]:
+        """Of dropped versions: whether requests here are under them still."""
         with self._lock:
             used = {request.version for request in (*self._running, *self._waiting)}
-            gone = self._dropped - used
-            self._dropped -= gone
+            return [version in used for version in self._dropped]
+
+    def forget(self, which: Sequence[bool]) -> None:
+        """On the lane: let go of dropped versions that no request is under."""
+        with self._lock:
+            gone = [version for version, goes in zip(self._dropped, which, strict=True) if goes]
+            self._dropped = [version for version in self._dropped if version not in gone]
         for version in gone:
             self._forget(version)
+        if gone:
+            self._forwards.serve(self._held())
 
     def _forget(self, version: LiveVersion) -> None:
         self._cache.drop_version(version)
@@ -320,7 +345,7 @@ class SharedEngine:
                 if not self._waiting:
                     return
                 w = self._waiting[0]
-                got = self._cache.acquire(w.version, w.request.prompt_ids, self._own_pages(w.request))
+                got = self._cache.acquire(w.version, w.request.prompt_ids, own_pages(w.request))
                 if got is None:
                     return  # pages come back when running requests finish
                 self._waiting.popleft()
@@ -367,7 +392,7 @@ class SharedEngine:
         id; views that the next forward overwrites."""
         last: dict[int, torch.Tensor] = {}
         work = [*prompts, *sequences]
-        for done in run_rows(self._plan, work) if work else ():
+        for done in self._forwards.run(work):
             owner = done.work.owner
             owner.computed += len(done.work.tokens)
             if done.experts is not None and self._record_experts:
@@ -414,21 +439,11 @@ class SharedEngine:
             seq.logp.append(float(drawn.logp[i]))
             seq.behaviour.append(float(drawn.logp_behaviour[i]))
             seq.serials.append(seq.version.serial)
-            reason = self._finish_reason(seq)
+            reason = seq.finish_reason(self._decode)
             if reason is not None:
                 finished[reason].append(seq)
         for reason, sequences in finished.items():
             self._finish(sequences, reason)
-
-    def _finish_reason(self, seq: Running) -> FinishReason | None:
-        params = seq.request.params
-        if seq.tokens[-1] in params.stop_token_ids:
-            return FinishReason.STOP
-        if params.stop_strings and self._decode is not None:
-            text = self._decode(seq.tokens)
-            if any(stop in text for stop in params.stop_strings):
-                return FinishReason.STOP
-        return FinishReason.LENGTH if len(seq.tokens) >= params.max_new_tokens else None
 
     def _finish(self, sequences: list[Running], reason: FinishReason) -> None:
         if not sequences:
@@ -459,7 +474,7 @@ class SharedEngine:
         problem = self._problem(request)
         if problem is not None or not all(0 <= token < self.decoder.n_tokens for token in target):
             raise EngineError(f"cannot score: {problem or 'a target token lies outside the vocabulary'}")
-        got = self._cache.acquire(version, prompt, self._own_pages(request))
+        got = self._cache.acquire(version, prompt, own_pages(request))
         while got is None:
             assert self._running, "idle prompts give their pages back, so only running requests hold any"
             try:
@@ -467,7 +482,7 @@ class SharedEngine:
             except BaseException as error:
                 self.fail(error)
                 raise
-            got = self._cache.acquire(version, prompt, self._own_pages(request))
+            got = self._cache.acquire(version, prompt, own_pages(request))
         entry, own = got
         try:
             while not entry.ready:
@@ -478,7 +493,7 @@ class SharedEngine:
             for i in range(0, len(target) - 1, self._rows):
                 tokens = list(target[i : min(i + self._rows, len(target) - 1)])
                 work = [Work(entry, version, self._score_slot, len(prompt) + i, tokens)]
-                rows.append(run_rows(self._plan, work)[0].x.clone())
+                rows.append(self._forwards.run(work)[0].x.clone())
             logp, _ = self._head.score(torch.cat(rows), np.array(target), np.ones(len(target), np.float32))
         finally:
             self._cache.release(entry, own)
