@@ -2,6 +2,7 @@
 
 from tithe.build.capacity import capacity
 from tithe.build.commands import check, demo, evaluate, parity, report, sample
+from tithe.build.rank import follow_launched
 from tithe.build.running import resume, train
 
-__all__ = ["capacity", "check", "demo", "evaluate", "parity", "report", "resume", "sample", "train"]
+__all__ = ["capacity", "check", "demo", "evaluate", "follow_launched", "parity", "report", "resume", "sample", "train"]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from tithe.arch import ArchSpec, Checkpoint, TensorFormat, base_bytes, find_demo_model, read_checkpoint
+from tithe.arch import (
+    ArchSpec,
+    Checkpoint,
+    TensorFormat,
+    base_bytes,
+    combine_digests,
+    find_demo_model,
+    read_checkpoint,
+)
+from tithe.build.crew import Crew, threads_of
 from tithe.config import RunConfig
+from tithe.engines import Here
 from tithe.errors import ConfigError
-from tithe.models import Decoder, Lane, ModelOptions, choose, load_model
+from tithe.models import Decoder, Lane, ModelOptions, Ranks, Tuning, choose, load_model, on_ranks
+from tithe.quant import set_threads
 from tithe.renderers import ChatRenderer, load_renderer
 from tithe.utils.memory import release_unused
 
@@ -44,6 +55,7 @@ class Base:
     renderer: ChatRenderer
     lane: Lane
     tuning_s: dict[str, float]
+    crew: Crew
 
     @property
     def decoder(self) -> Decoder:
@@ -57,8 +69,9 @@ class Base:
         return min(self.options.max_context, self.spec.max_position_embeddings)
 
 
-def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
-    """Load the base. Raises `ConfigError` or `ModelError` for what does not fit together."""
+def open_base(cfg: RunConfig, say: Callable[[str], None], crew: Crew, adapter: Path | None = None) -> Base:
+    """Load the base, on several ranks each its share. Raises `ConfigError` or `ModelError` for what does not fit
+    together. `adapter` is what the policy starts from, which the other ranks are told."""
     if cfg.run.device != "cpu":
         raise ConfigError(
             f"run.device = {cfg.run.device!r}: the fused kernels of this version run on processors only; set it to cpu",
@@ -69,10 +82,24 @@ def open_base(cfg: RunConfig, say: Callable[[str], None]) -> Base:
     checkpoint = read_checkpoint(path)
     if cfg.model.train == "full":
         check_full(cfg, checkpoint)
+    if 0 < checkpoint.spec.n_experts < crew.size:
+        raise ConfigError(
+            f"run.ranks = {crew.size}: the model has {checkpoint.spec.n_experts} experts, so some rank would hold none;"
+            " lower it",
+            key="run.ranks",
+        )
     options = _options(cfg, checkpoint)
-    lane = Lane(threads=cfg.run.threads or len(os.sched_getaffinity(0))).start()
+    crew.meet()
+    threads = threads_of(cfg)
+    if crew.ranks.rank > 0:
+        set_threads(threads)  # this thread carries out orders: it is the lane
+    lane = Lane(threads=threads).start() if crew.ranks.rank == 0 else Here()
     try:
-        return _load(cfg, path, checkpoint, options, lane, say)
+        tuning = lane.call(choose, checkpoint, cfg.model.compute, cfg.model.compute_dtype, options)
+        settled = {"compute": tuning.options.compute, "compute_dtype": tuning.options.compute_dtype}
+        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update=settled)})
+        lane.call(crew.begin, cfg, adapter)
+        return _load(cfg, path, checkpoint, tuning, lane, crew, say)
     except BaseException:
         lane.close()
         raise
@@ -82,18 +109,16 @@ def _load(
     cfg: RunConfig,
     path: Path,
     checkpoint: Checkpoint,
-    options: ModelOptions,
+    tuning: Tuning,
     lane: Lane,
+    crew: Crew,
     say: Callable[[str], None],
 ) -> Base:
-    tuning = lane.call(choose, checkpoint, cfg.model.compute, cfg.model.compute_dtype, options)
-    settled = {"compute": tuning.options.compute, "compute_dtype": tuning.options.compute_dtype}
-    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update=settled)})
     if tuning.seconds:
         timed = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in tuning.seconds.items())
         say(f"model.compute: {tuning.options.compute}, {tuning.options.compute_dtype} operands (measured: {timed})")
     full = cfg.model.train == "full"
-    held = None if full else lane.call(load_model, checkpoint, tuning.options)
+    held = None if full else lane.call(_held, checkpoint, tuning.options, crew.ranks)
     mode = tuning.options.numeric_mode
     base = Base(
         cfg=cfg,
@@ -108,13 +133,26 @@ def _load(
         renderer=load_renderer(path),
         lane=lane,
         tuning_s=tuning.seconds,
+        crew=crew,
     )
     del checkpoint
     release_unused()
     resident = "every parameter is trained" if held is None else f"{held.resident_bytes() / 1e6:.0f} MB resident"
     in_file = f"{base.file_bytes / 1e6:.0f} MB of tensors in the file"
-    say(f"base: {path.name}, {base.spec.n_layers} layers, {resident} ({in_file})")
+    where = f" on each of {crew.size} ranks" if crew.size > 1 else ""
+    say(f"base: {path.name}, {base.spec.n_layers} layers, {resident} ({in_file}){where}")
     return base
+
+
+def _held(checkpoint: Checkpoint, options: ModelOptions, ranks: Ranks) -> Decoder:
+    """The frozen base, or this rank's share of it, with the checksum of the whole."""
+    if ranks.size == 1:
+        return load_model(checkpoint, options)
+    decoder = on_ranks(load_model(checkpoint, options, ranks.shard), ranks)
+    digests: dict[str, str] = {}
+    for told in ranks.gather(json.dumps(checkpoint.digests(ranks.shard)).encode()):
+        digests |= json.loads(told)
+    return replace(decoder, checksum=combine_digests(digests))
 
 
 def _options(cfg: RunConfig, checkpoint: Checkpoint) -> ModelOptions:

@@ -91,7 +91,8 @@ def _variants(
     cfg: RunConfig, ranks: Sequence[int], steps: int, full_lr: float | None, copy: str | None
 ) -> dict[str, RunConfig]:
     """Configurations by name. An adapter's alpha / r stays that of the run file."""
-    run = cfg.run.model_copy(update={"max_steps": steps, "eval_every": cfg.run.eval_every or max(1, steps // 4)})
+    length = {"max_steps": steps, "eval_every": cfg.run.eval_every or max(1, steps // 4), "ranks": 1}
+    run = cfg.run.model_copy(update=length)
     monitor = cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False})
     common = cfg.model_copy(update={"run": run, "monitor": monitor})
     variants: dict[str, RunConfig] = {}

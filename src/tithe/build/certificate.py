@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,12 @@ from tithe.errors import AdapterError
 from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
 from tithe.pool import PoolReader
 from tithe.quant import kernel_threads
-from tithe.trainer import FullTrainer, Perturbed, score_groups
+from tithe.trainer import FullTrainer, score_groups
+from tithe.trainer.leading import CERTIFICATE_TOKENS
 from tithe.trainer.passes import Passes
 from tithe.types import RolloutGroup
 from tithe.utils.durable import write_text
 from tithe.weight_sync import DirectoryChannel, load_published, read_manifest
-
-_PASS_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
     """Score the newest trained groups whose version is still on disk, until there are 2,000 tokens; writes parity.json.
 
     Rollouts that continued over another version's keys and values (`on_publish: keep`) are left out. `cross_check` also
-    scores them with the base held the other way (packed against dequantized). Where every parameter is trained, the
-    difference is the gap between transformers and the engine's (maybe quantized) copy. None, and no file, when the pool
-    has nothing to compare.
+    scores them with the base held the other way (packed against dequantized): a second copy, so on one rank only.
+    Where every parameter is trained, the difference is the gap between transformers and the engine's (maybe quantized)
+    copy. None, and no file, when the pool has nothing to compare.
     """
     by_version = _collect(session, run_dir)
     if not by_version:
@@ -49,8 +49,8 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
         result |= {"numeric_mode": session.base.numeric_mode, "copy": session.base.options.quantize}
         write_text(run_dir / "parity.json", json.dumps(result, indent=1))
         return result
-    lane, decoder = session.base.lane, session.base.decoder
-    own, floor = lane.call(_compare, session, decoder, by_version)
+    decoder = session.base.decoder
+    own, floor = _compare(session, by_version)
     options = decoder.options
     result = {
         "max_abs_dlogp": own.largest,
@@ -64,11 +64,12 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
         "attention": "pages of 16 keys, one row at a time",
         "numeric_mode": options.numeric_mode,
         **_common(by_version),
+        "ranks": session.cfg.run.ranks,
         "adapter_dropout": "off" if session.cfg.lora.dropout == 0 else f"{session.cfg.lora.dropout}, off while scoring",
     }
-    if cross_check:
+    if cross_check and session.cfg.run.ranks == 1:
         other = _other_storage(session, options)
-        crossed, _ = lane.call(_compare, session, other, by_version)
+        crossed = session.base.lane.call(_compare_on, session, other, by_version)
         result[f"{other.options.compute}_max_abs_dlogp"] = crossed.largest
         result[f"{other.options.compute}_mean_abs_dlogp"] = crossed.mean
     write_text(run_dir / "parity.json", json.dumps(result, indent=1))
@@ -100,36 +101,43 @@ def _collect(session: Session, run_dir: Path) -> dict[Path, list[RolloutGroup]]:
     return dict(found)
 
 
-def _compare(
-    session: Session, decoder: Decoder, by_version: dict[Path, list[RolloutGroup]]
-) -> tuple[_Difference, float]:
-    """On the lane. The noise floor is taken on the first version's groups."""
+def _compare(session: Session, by_version: dict[Path, list[RolloutGroup]]) -> tuple[_Difference, float]:
+    """The trainer's own answers, on all ranks. The noise floor is taken on the first version's groups."""
     differences: list[np.ndarray] = []
     floor = 0.0
-    passes: Passes | None = None
+    ask = partial(session.base.lane.call, session.lead.score_version)
     for index, (directory, groups) in enumerate(by_version.items()):
-        _, tensors, spec = load_published(directory, decoder.linear_shapes())
-        adapter = TrainAdapter.for_scoring(decoder, tensors, spec)
-        if passes is None and decoder is session.base.decoder:
-            passes = session.adapter_trainer.passes  # its buffers are there already
-        elif passes is None:
-            checkpointing = session.cfg.model.activation_checkpointing
-            passes = Passes(decoder, adapter.widths(), checkpointing=checkpointing, dropout=0.0)
-        scored = score_groups(passes, groups, adapter, _PASS_TOKENS).logp
+        scored = ask(directory, groups, False)
         differences += _against_sampler(groups, scored)
         if index == 0:
-            shaken = TrainAdapter.for_scoring(decoder, Perturbed(tensors), spec)
-            again = score_groups(passes, groups, shaken, _PASS_TOKENS).logp
+            again = ask(directory, groups, True)
             floor = max(
                 float(np.abs(a - b).max())
                 for x, y in zip(scored, again, strict=True)
                 for a, b in zip(x, y, strict=True)
                 if a is not None and b is not None
             )
-            passes.forget(shaken)
+    return _difference(differences), floor
+
+
+def _compare_on(session: Session, decoder: Decoder, by_version: dict[Path, list[RolloutGroup]]) -> _Difference:
+    """Another decoder's answers. On the lane."""
+    differences: list[np.ndarray] = []
+    passes: Passes | None = None
+    for directory, groups in by_version.items():
+        _, tensors, spec = load_published(directory, decoder.linear_shapes())
+        adapter = TrainAdapter.for_scoring(decoder, tensors, spec)
+        if passes is None:
+            checkpointing = session.cfg.model.activation_checkpointing
+            passes = Passes(decoder, adapter.widths(), checkpointing=checkpointing, dropout=0.0)
+        differences += _against_sampler(groups, score_groups(passes, groups, adapter, CERTIFICATE_TOKENS).logp)
         passes.forget(adapter)
+    return _difference(differences)
+
+
+def _difference(differences: Sequence[np.ndarray]) -> _Difference:
     flat = np.concatenate(differences)
-    return _Difference(float(flat.max()), float(flat.mean()), len(flat)), floor
+    return _Difference(float(flat.max()), float(flat.mean()), len(flat))
 
 
 def _common(by_version: dict[Path, list[RolloutGroup]]) -> dict[str, object]:

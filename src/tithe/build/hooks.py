@@ -14,7 +14,6 @@ from tithe.checkpoint import prune as prune_checkpoints
 from tithe.checkpoint import save_checkpoint
 from tithe.orchestration import RunControl, ServedVersion, TrainHooks, evaluate
 from tithe.pool import PoolReader
-from tithe.trainer import Perturbed, probe_logp, probe_masters
 from tithe.types import MetricSink, PolicyVersion
 from tithe.utils.durable import write_text
 from tithe.utils.memory import release_unused
@@ -47,10 +46,7 @@ class Publisher:
     def _write(self, version: PolicyVersion) -> tuple[Path, list[float]]:
         """The published directory and the trainer's answer to the probe. The engine reads its own copy from disk."""
         trainer, lane = self._session.adapter_trainer, self._session.base.lane
-        tensors = trainer.adapter_tensors()
-        ask = (trainer.passes, self._probe.prompt, self._probe.target)
-        logp = lane.call(probe_logp, *ask, trainer.adapter)
-        shaken = lane.call(probe_masters, *ask, Perturbed(tensors), trainer.spec)
+        logp, shaken = lane.call(self._session.lead.prove, self._probe.prompt, self._probe.target)
         fields = self._probe.manifest(logp, shaken, trainer.spec)
         return self._channel.publish(version, self._session.published_tensors(), fields), logp
 
@@ -72,7 +68,7 @@ class Evaluator:
             adapter=version.name,
             samples=samples,
             control=self._control,
-            max_questions=max(1, cfg.engine.max_running // (samples + 1)),
+            max_questions=max(1, cfg.engine.max_running * cfg.run.ranks // (samples + 1)),
         )
         if result is None:
             return None

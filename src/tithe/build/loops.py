@@ -9,9 +9,11 @@ from pathlib import Path
 
 from tithe.advantages import batch_advantages
 from tithe.build.hooks import Evaluator, Saver, make_publisher, train_hooks
+from tithe.build.learning import trainer_settings
 from tithe.build.record import RunRecord
-from tithe.build.session import Session, trainer_settings
+from tithe.build.session import Session
 from tithe.config import RunConfig, schedule_of
+from tithe.engines import SpreadEngine
 from tithe.metrics import FanOut, JsonlSink, RowKind, TensorBoardSink, read_rows, row_kind
 from tithe.monitoring import AlarmRules, Alarms, ProgressView
 from tithe.orchestration import (
@@ -46,6 +48,8 @@ def train_and_roll(
     """Run both loops to the end. `start` is the checkpoint a resume goes on from. Raises what a loop failed with."""
     cfg, control, counters = session.cfg, RunControl(), RolloutCounters()
     channel = DirectoryChannel(run_dir / "adapters", cfg.run.name)
+    if isinstance(session.engine, SpreadEngine):
+        session.engine.on_lost = control.fail
     served = ServedPolicy(control, max_live=cfg.engine.max_live_versions, retire=session.engine.drop_adapter)
     rollouts = RolloutLoop(
         pool=pool,
@@ -66,7 +70,7 @@ def train_and_roll(
         train_loop = TrainLoop(
             pool=pool,
             learner=Learner(
-                trainer=session.trainer,
+                trainer=session.learner,
                 lane=session.base.lane,
                 control=control,
                 advantages=lambda groups: batch_advantages(scaled(groups), cfg.rl.advantage_scale),
@@ -129,7 +133,7 @@ def _rollout_plan(session: Session) -> RolloutPlan:
         session.params,
         on_publish=cfg.rollout.on_publish,
         buffer=cfg.rl.rollout_buffer_size,
-        max_running=cfg.engine.max_running,
+        max_running=cfg.engine.max_running * cfg.run.ranks,
         failed_batches=cfg.monitor.failure_batches_alarm,
         schedule=schedule_of(cfg),
         diversity_penalty=cfg.reward.diversity_penalty,

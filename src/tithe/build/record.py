@@ -62,6 +62,7 @@ class RunRecord:
             "machine": {
                 "processor": platform.machine(),
                 "cores": len(os.sched_getaffinity(0)),
+                "ranks": cfg.run.ranks,
                 "threads": kernel_threads(),
                 "bf16_dot": HAS_BF16_DOT,
                 "python": platform.python_version(),

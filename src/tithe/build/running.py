@@ -153,8 +153,11 @@ def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
     chosen = next((c for c in reversed(found) if c.ok), None)
     if chosen is None:
         raise ResumeError(f"{root} holds none of the checkpoints that the pool records, complete: {sorted(recorded)}")
-    loaded = load_checkpoint(chosen.path)
-    session.trainer.load_state(loaded.tensors, loaded.state["trainer"])
+    if isinstance(session.trainer, FullTrainer):
+        loaded = load_checkpoint(chosen.path)
+        session.trainer.load_state(loaded.tensors, loaded.state["trainer"])
+    else:
+        session.base.lane.call(session.lead.take_back, chosen.path)
     rewind = pool.rewind_to_checkpoint(chosen.step)
     say(f"resume: from batch {rewind.serial}; {rewind.replayed} trained groups wait again")
     return rewind.checkpoint

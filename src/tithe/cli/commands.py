@@ -27,6 +27,7 @@ because pydantic and torch must not delay `--help`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ Result = Mapping[str, object]
 
 def train(args: argparse.Namespace) -> Result:
     """`tithe train RUN.yaml key=value …`."""
+    if _follows():
+        return _follow()
     from tithe.config import choose_run_dir, load_config
 
     cfg = choose_run_dir(load_config(args.run_file, args.overrides))
@@ -69,6 +72,8 @@ def check(args: argparse.Namespace) -> Result:
 
 def resume(args: argparse.Namespace) -> Result:
     """`tithe resume RUN_DIR key=value …`."""
+    if _follows():
+        return _follow()
     from tithe.config import load_resumed
 
     cfg = load_resumed(args.run_dir, args.overrides)
@@ -207,6 +212,18 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "simulate": simulate,
     "demo": demo,
 }
+
+
+def _follows() -> bool:
+    """Whether a launcher such as torchrun has started this process as another rank than 0: it reads no run file."""
+    return os.environ.get("RANK", "0") != "0" and {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def _follow() -> Result:
+    from tithe.build import follow_launched
+
+    follow_launched()
+    return {"rank": int(os.environ["RANK"]), "text": f"rank {os.environ['RANK']} has ended"}
 
 
 def _ranks(text: str) -> list[int]:

@@ -16,6 +16,10 @@ CONFIG_FILE = "config.yaml"
 RESUME_MUTABLE: frozenset[str] = frozenset(
     {
         "model.path",  # the file may have moved; the base's checksum is compared
+        "rl.max_policy_update_lag",
+        "rl.max_sample_age",
+        "rl.sync_every",
+        "rl.rollout_buffer_size",
         "reward.timeout_s",
         "reward.workers",
         "reward.memory_mib",
@@ -37,12 +41,13 @@ RESUME_MUTABLE: frozenset[str] = frozenset(
         "run.checkpoint_every",
         "run.keep_checkpoints",
         "run.keep_pool_batches",
+        "run.ranks",
         "run.threads",
     }
 )
-"""Keys that change how long, how often, how fast or where a run goes on, and not what it computes; the one exception
-is `run.max_steps`, which also stretches a falling learning rate. (Another number of threads may change the last bit
-of sums.)"""
+"""Keys that change how long, how often, how fast or where a run goes on, and not what it computes, with two exceptions:
+`run.max_steps` also stretches a falling learning rate, and the bounds of staleness decide how old a sample may be.
+(Another number of ranks or threads may change the last bits of sums.)"""
 
 
 def check_resume(old: RunConfig, new: RunConfig) -> None:

@@ -82,5 +82,10 @@ class RunSettings(Section):
     """Where the base lives and computes. The kernels of this version run on processors: any other device is refused
     when the base is loaded."""
 
+    ranks: int = Field(default=1, ge=1, le=4096)
+    """Processes that sample and train together: each holds a share of the experts, everything else whole, and works on
+    requests and rows of its own. The command starts the others on this machine; under a launcher that sets `RANK` and
+    `WORLD_SIZE` it meets them. `engine.max_running` and `engine.kv_memory_mib` are those of each rank."""
+
     threads: int | None = Field(default=None, ge=1, le=4096)
-    """Threads for arithmetic. `null` takes every core this process may use."""
+    """Threads for arithmetic of each rank. `null` shares out the cores that this process may use."""

@@ -13,7 +13,7 @@ from tithe.types import RolloutGroup, TrainingBatch
 
 if TYPE_CHECKING:  # both need torch, which this room must not load
     from tithe.models import Lane
-    from tithe.trainer import FullTrainer, StepResult, Trainer, TrainerSettings
+    from tithe.trainer import FullTrainer, LeadingTrainer, StepResult, TrainerSettings
 
 AdvantagesFn = Callable[[Sequence[RolloutGroup]], Sequence[Sequence[NDArray[np.float32] | None]]]
 """Groups → what `TrainingBatch.advantages` holds, e.g. `advantages.batch_advantages` with its scale bound."""
@@ -29,7 +29,7 @@ class Learner:
     def __init__(
         self,
         *,
-        trainer: Trainer | FullTrainer,
+        trainer: LeadingTrainer | FullTrainer,
         lane: Lane,
         advantages: AdvantagesFn,
         control: RunControl,
@@ -48,7 +48,7 @@ class Learner:
         if self._settings_at is not None:
             self._trainer.settings = self._settings_at(serial)
         batch = TrainingBatch(groups, self._advantages(groups), serial)
-        for micro in self._trainer.plan(batch):
+        for micro in self._lane.call(self._trainer.plan, batch):
             if self._control.stopping:
                 return None
             self._lane.call(self._trainer.accumulate, micro)

@@ -5,18 +5,23 @@
 
 from tithe.trainer.adam import StepResult
 from tithe.trainer.full import FullTrainer
+from tithe.trainer.leading import TRAINER_CARRIERS, TRAINER_ORDERS, LeadingTrainer, TrainerShare
 from tithe.trainer.proof import Perturbed, ScoredBatch, probe_logp, probe_masters, score_groups
 from tithe.trainer.schedule import learning_rate
 from tithe.trainer.settings import TrainerSettings
 from tithe.trainer.trainer import Trainer
 
 __all__ = [
+    "TRAINER_CARRIERS",
+    "TRAINER_ORDERS",
     "FullTrainer",
+    "LeadingTrainer",
     "Perturbed",
     "ScoredBatch",
     "StepResult",
     "Trainer",
     "TrainerSettings",
+    "TrainerShare",
     "learning_rate",
     "probe_logp",
     "probe_masters",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tithe.lora import LoraSpec
-from tithe.models import TrainAdapter
+from tithe.models import ALONE, IdlePass, Ranks, TrainAdapter
 from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.passes import Passes
 from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
@@ -50,27 +50,51 @@ class Perturbed(Mapping[str, Tensor]):
 
 
 def score_packed(
-    groups: Sequence[RolloutGroup], micro_batch_tokens: int, score: Callable[[MicroBatch], np.ndarray]
+    groups: Sequence[RolloutGroup],
+    micro_batch_tokens: int,
+    score: Callable[[MicroBatch], np.ndarray],
+    ranks: Ranks = ALONE,
+    take_part: Callable[[], None] = lambda: None,
 ) -> list[list[np.ndarray | None]]:
-    """Per group, per rollout: log-probs [T], packed as training packs; `score` gives a micro-batch's [N]."""
+    """Per group, per rollout: log-probs [T], packed as training packs; `score` gives a micro-batch's [N].
+
+    Several ranks share the micro-batches and tell each other, so that all have the same answer; `take_part` is what one
+    does while only others have rows.
+    """
     ones = [[np.ones(len(r.token_ids), np.float32) if len(r.token_ids) else None for r in g.rollouts] for g in groups]
-    out: list[list[np.ndarray | None]] = [[None] * len(g.rollouts) for g in groups]
-    for micro in plan_micro_batches(TrainingBatch(groups, ones, 0), micro_batch_tokens):
+    out = [[None if one is None else np.zeros(len(one), np.float32) for one in row] for row in ones]
+    micros = plan_micro_batches(TrainingBatch(groups, ones, 0), micro_batch_tokens)
+    for round_ in range(-(-len(micros) // ranks.size)):
+        at = round_ * ranks.size + ranks.rank
+        if at >= len(micros):
+            take_part()
+            continue
+        micro = micros[at]
         logp = score(micro)
         for q in range(micro.n_seqs):
             out[micro.seq_group[q]][micro.seq_rollout[q]] = logp[micro.seq_index == q]
+    ranks.sum(
+        [torch.from_numpy(one) for row in out for one in row if one is not None]
+    )  # one rank's and zeros; in place
     return out
 
 
 def score_groups(
-    passes: Passes, groups: Sequence[RolloutGroup], adapter: TrainAdapter, micro_batch_tokens: int
+    passes: Passes,
+    groups: Sequence[RolloutGroup],
+    adapter: TrainAdapter,
+    micro_batch_tokens: int,
+    ranks: Ranks = ALONE,
 ) -> ScoredBatch:
     """Score rollouts as training does: packed groups, gradient mode (everything saved), dropout off. On the lane."""
 
     def score(micro: MicroBatch) -> np.ndarray:
         return passes.forward(micro, adapter, dropout_seed=None, entropy_gradient=False)[0].logp
 
-    return ScoredBatch(score_packed(groups, micro_batch_tokens, score))
+    def take_part() -> None:
+        IdlePass(passes.decoder).forward(adapter.model)
+
+    return ScoredBatch(score_packed(groups, micro_batch_tokens, score, ranks, take_part))
 
 
 def probe_group(prompt: Sequence[int], target: Sequence[int]) -> RolloutGroup:
@@ -89,10 +113,12 @@ def answer_of(scored: Sequence[Sequence[np.ndarray | None]]) -> list[float]:
     return [float(x) for x in logp]
 
 
-def probe_logp(passes: Passes, prompt: Sequence[int], target: Sequence[int], adapter: TrainAdapter) -> list[float]:
+def probe_logp(
+    passes: Passes, prompt: Sequence[int], target: Sequence[int], adapter: TrainAdapter, ranks: Ranks = ALONE
+) -> list[float]:
     """log-probs at T = 1 of a probe's completion under an adapter, by the training path. On the lane."""
     group = probe_group(prompt, target)
-    return answer_of(score_groups(passes, [group], adapter, len(prompt) + len(target)).logp)
+    return answer_of(score_groups(passes, [group], adapter, len(prompt) + len(target), ranks).logp)
 
 
 def probe_masters(
@@ -101,9 +127,10 @@ def probe_masters(
     target: Sequence[int],
     tensors: Mapping[str, Tensor],
     spec: LoraSpec,
+    ranks: Ranks = ALONE,
 ) -> list[float]:
     """`probe_logp` under given masters, cast as for publication. On the lane."""
     adapter = TrainAdapter.for_scoring(passes.decoder, tensors, spec)
-    logp = probe_logp(passes, prompt, target, adapter)
+    logp = probe_logp(passes, prompt, target, adapter, ranks)
     passes.forget(adapter)
     return logp

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
@@ -44,6 +44,19 @@ def _read_array(content: Any, arrays: memoryview) -> np.ndarray:
     if dtype.kind not in _NUMBERS:
         raise TypeError(f"an array of {dtype}")
     return np.frombuffer(arrays, dtype, math.prod(shape), begin).reshape(shape)
+
+
+def kinds_in(kind: type) -> list[type]:
+    """A dataclass or enum and those that its fields may hold, as annotated; each once."""
+    found: list[type] = []
+    waiting: list[Any] = [kind]
+    while waiting:
+        one = waiting.pop(0)
+        waiting += get_args(one)
+        if isinstance(one, type) and one not in found and (is_dataclass(one) or issubclass(one, enum.Enum)):
+            found.append(one)
+            waiting += get_type_hints(one).values() if is_dataclass(one) else []
+    return found
 
 
 class Wire:

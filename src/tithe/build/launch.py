@@ -1,0 +1,39 @@
+"""Starts the other ranks of a run on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from tithe.build.crew import MEETING, Crew, launched_rank
+from tithe.build.rank import main
+from tithe.errors import ConfigError
+
+
+def start_crew(size: int) -> Crew:
+    """The ranks of a run, on rank 0; `Crew.meet` connects them. `ConfigError` when a launcher has started another
+    number.
+
+    On Linux a process that has no threads yet forks, so that nothing is imported twice; otherwise new interpreters
+    start.
+    """
+    if launched_rank() is not None:
+        given = int(os.environ["WORLD_SIZE"])
+        if given != size:
+            raise ConfigError(f"run.ranks = {size}, but the launcher started {given}; set it to that", "run.ranks")
+        return Crew(size=size)
+    if size == 1:
+        return Crew()
+    folder = Path(tempfile.mkdtemp(prefix="tithe-ranks-"))
+    crew = Crew(size=size, folder=folder)
+    can_fork = sys.platform.startswith("linux") and threading.active_count() == 1
+    make = multiprocessing.get_context("fork").Process if can_fork else multiprocessing.get_context("spawn").Process
+    for rank in range(1, size):
+        process = make(target=main, args=(rank, size, str(folder / MEETING)), name=f"tithe-rank-{rank}")
+        process.start()
+        crew.processes[rank] = process
+    return crew

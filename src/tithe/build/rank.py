@@ -1,0 +1,59 @@
+"""A rank other than 0: loads its share, follows orders, ends when it is told to or when another rank has ended.
+
+Interrupts and terminations are rank 0's affair: it stops the run and then the others.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tithe.build.base import open_base
+from tithe.build.crew import LOST, WIRE, Crew, Setup, join_launched
+from tithe.build.learning import make_learning
+from tithe.config import build_config
+from tithe.engines import EngineShare, SharedEngine
+from tithe.errors import RanksLost, TitheError
+from tithe.models import Orders, Ranks, Stop
+from tithe.trainer import Trainer, TrainerShare
+
+
+def follow(ranks: Ranks) -> None:
+    """Carry out rank 0's orders until the last. Raises `RanksLost` when another rank ends first."""
+    orders = Orders(ranks, WIRE)
+    setup = orders.hear()
+    if isinstance(setup, Stop):
+        return
+    assert isinstance(setup, Setup)
+    adapter = None if setup.adapter is None else Path(setup.adapter)
+    crew = Crew(ranks, orders, ranks.size)
+    base = open_base(build_config(setup.config), lambda _: None, crew, adapter)
+    trainer, engine = make_learning(base.cfg, base, adapter, lambda _: None)
+    assert isinstance(trainer, Trainer), "where every parameter is trained there is one rank"
+    assert isinstance(engine, SharedEngine)
+    EngineShare(engine, orders)
+    TrainerShare(trainer, orders)
+    orders.follow()
+
+
+def follow_launched() -> None:
+    """`follow`, in a process that a launcher such as torchrun has started with a rank above 0."""
+    follow(join_launched())
+
+
+def main(rank: int, size: int, meeting: str) -> None:
+    """A process of its own. Exit code: 0 after the last order, 3 when another rank has ended, 1 for a failure of this
+    one."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):  # the name in `ps` and `top`, where there is such a file
+        Path("/proc/self/comm").write_text(f"tithe-rank-{rank}")
+    try:
+        follow(Ranks.join(rank, size, Path(meeting)))
+    except RanksLost:
+        sys.exit(LOST)
+    except TitheError as error:
+        print(f"tithe: rank {rank}: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,172 @@
+"""The trainer over ranks: rank 0 is asked, all ranks do it.
+
+    TrainerShare      every rank's own `Trainer` and what an order asks of it
+    LeadingTrainer    rank 0's face to the train loop, with a trainer's methods
+
+One order a lane job: a batch to plan, a micro-batch each, the step, a checkpoint to take back, log-probs to prove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tithe.checkpoint import load_checkpoint
+from tithe.errors import Failure, FailureCause
+from tithe.models import Orders, TrainAdapter
+from tithe.packing import MicroBatch
+from tithe.trainer.proof import Perturbed, probe_logp, probe_masters, score_groups
+from tithe.trainer.settings import TrainerSettings
+from tithe.trainer.trainer import StepResult, Trainer
+from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
+from tithe.utils.wire import kinds_in
+from tithe.weight_sync import load_published
+
+CERTIFICATE_TOKENS = 512
+"""Rows of a micro-batch that a certificate is scored in."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan a batch under settings that may change from batch to batch; what is left of another is abandoned."""
+
+    batch: TrainingBatch
+    settings: TrainerSettings
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Each rank's next micro-batch."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The optimizer step."""
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """Load the state of a checkpoint."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
+class AskProbe:
+    """The trainer's log-probs of a probe, and those under shaken masters."""
+
+    prompt: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AskVersion:
+    """log-probs of rollouts under a published version, maybe shaken."""
+
+    directory: str
+    groups: Sequence[RolloutGroup]
+    shaken: bool
+
+
+TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion)
+"""Orders of a trainer over ranks."""
+TRAINER_CARRIERS = (
+    TrainingBatch,
+    RolloutGroup,
+    Rollout,
+    FinishReason,
+    Failure,
+    FailureCause,
+    *kinds_in(TrainerSettings),
+)
+"""What they carry."""
+
+
+class TrainerShare:
+    """One rank's part of every order. On the lane."""
+
+    def __init__(self, trainer: Trainer, orders: Orders) -> None:
+        self.trainer = trainer
+        self._left: list[MicroBatch] = []
+        orders.handle(Plan, self._plan)
+        orders.handle(Accumulate, self._accumulate)
+        orders.handle(Step, lambda _: trainer.step())
+        orders.handle(TakeBack, self._take_back)
+        orders.handle(AskProbe, lambda order: prove(trainer, order.prompt, order.target))
+        orders.handle(AskVersion, lambda o: score_version(trainer, Path(o.directory), o.groups, shaken=o.shaken))
+
+    def _plan(self, order: Plan) -> list[MicroBatch]:
+        self.trainer.settings = order.settings
+        self._left = self.trainer.plan(order.batch)
+        return list(self._left)
+
+    def _accumulate(self, _: Accumulate) -> None:
+        self.trainer.accumulate(self._left.pop(0))
+
+    def _take_back(self, order: TakeBack) -> None:
+        take_back(self.trainer, Path(order.directory))
+
+
+def take_back(trainer: Trainer, directory: Path) -> None:
+    """Load a checkpoint's tensors and numbers. Raises `ResumeError`."""
+    loaded = load_checkpoint(directory)
+    trainer.load_state(loaded.tensors, loaded.state["trainer"])
+
+
+def prove(trainer: Trainer, prompt: Sequence[int], target: Sequence[int]) -> tuple[list[float], list[float]]:
+    """A probe's log-probs under the trainer's adapter, and under its masters shaken by the noise of rounding. On the
+    lane."""
+    logp = probe_logp(trainer.passes, prompt, target, trainer.adapter, trainer.ranks)
+    masters = Perturbed(trainer.adapter_tensors())
+    return logp, probe_masters(trainer.passes, prompt, target, masters, trainer.spec, trainer.ranks)
+
+
+def score_version(
+    trainer: Trainer, directory: Path, groups: Sequence[RolloutGroup], *, shaken: bool
+) -> list[list[np.ndarray | None]]:
+    """log-probs of rollouts under a published version, by the training path; `shaken`: its tensors moved by the noise
+    of rounding. On the lane."""
+    passes = trainer.passes
+    _, tensors, spec = load_published(directory, passes.decoder.linear_shapes())
+    adapter = TrainAdapter.for_scoring(passes.decoder, Perturbed(tensors) if shaken else tensors, spec)
+    scored = score_groups(passes, groups, adapter, CERTIFICATE_TOKENS, trainer.ranks)
+    passes.forget(adapter)
+    return scored.logp
+
+
+class LeadingTrainer:
+    """On rank 0: what a train loop asks of a trainer, done by all ranks. On the lane."""
+
+    def __init__(self, own: Trainer, orders: Orders) -> None:
+        self.own, self._orders = own, orders
+        self.settings = own.settings
+        """Those of the next batch."""
+
+    def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
+        """As `Trainer.plan`; as many micro-batches as every rank has."""
+        return self._orders.give(Plan(batch, self.settings))
+
+    def accumulate(self, _: MicroBatch) -> None:
+        """As `Trainer.accumulate`: the next micro-batch of every rank."""
+        self._orders.give(Accumulate())
+
+    def step(self) -> StepResult:
+        """As `Trainer.step`."""
+        return self._orders.give(Step())
+
+    def take_back(self, directory: Path) -> None:
+        """Load the state of a checkpoint, which all ranks can read."""
+        self._orders.give(TakeBack(str(directory)))
+
+    def prove(self, prompt: Sequence[int], target: Sequence[int]) -> tuple[list[float], list[float]]:
+        """As the function `prove`."""
+        return self._orders.give(AskProbe(tuple(prompt), tuple(target)))
+
+    def score_version(
+        self, directory: Path, groups: Sequence[RolloutGroup], shaken: bool
+    ) -> list[list[np.ndarray | None]]:
+        """As the function `score_version`."""
+        return self._orders.give(AskVersion(str(directory), groups, shaken))
