@@ -149,8 +149,10 @@ def _held(checkpoint: Checkpoint, options: ModelOptions, ranks: Ranks) -> Decode
     if ranks.size == 1:
         return load_model(checkpoint, options)
     decoder = on_ranks(load_model(checkpoint, options, ranks.shard), ranks)
+    own = json.dumps(checkpoint.digests(ranks.shard)).encode()
+    ranks.wait_for_all()
     digests: dict[str, str] = {}
-    for told in ranks.gather(json.dumps(checkpoint.digests(ranks.shard)).encode()):
+    for told in ranks.gather(own):
         digests |= json.loads(told)
     return replace(decoder, checksum=combine_digests(digests))
 

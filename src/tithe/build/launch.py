@@ -33,7 +33,8 @@ def start_crew(size: int) -> Crew:
     can_fork = sys.platform.startswith("linux") and threading.active_count() == 1
     make = multiprocessing.get_context("fork").Process if can_fork else multiprocessing.get_context("spawn").Process
     for rank in range(1, size):
-        process = make(target=main, args=(rank, size, str(folder / MEETING)), name=f"tithe-rank-{rank}")
+        arguments = rank, size, str(folder / MEETING), os.getpid()
+        process = make(target=main, args=arguments, name=f"tithe-rank-{rank}")
         process.start()
         crew.processes[rank] = process
     return crew

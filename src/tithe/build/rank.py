@@ -5,6 +5,8 @@ Interrupts and terminations are rank 0's affair: it stops the run and then the o
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -18,6 +20,9 @@ from tithe.engines import EngineShare, SharedEngine
 from tithe.errors import RanksLost, TitheError
 from tithe.models import Orders, Ranks, Stop
 from tithe.trainer import Trainer, TrainerShare
+
+_PR_SET_PDEATHSIG = 1
+"""An option of Linux's `prctl`."""
 
 
 def follow(ranks: Ranks) -> None:
@@ -43,11 +48,22 @@ def follow_launched() -> None:
     follow(join_launched())
 
 
-def main(rank: int, size: int, meeting: str) -> None:
-    """A process of its own. Exit code: 0 after the last order, 3 when another rank has ended, 1 for a failure of this
-    one."""
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, even before the ranks have met (Linux)."""
+    if sys.platform.startswith("linux"):
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "prctl"):
+            libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        sys.exit(LOST)
+
+
+def main(rank: int, size: int, meeting: str, parent: int) -> None:
+    """A process of its own, a child of `parent`. Exit code: 0 after the last order, 3 when another rank has ended, 1
+    for a failure of this one."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _end_with(parent)
     with suppress(OSError):  # the name in `ps` and `top`, where there is such a file
         Path("/proc/self/comm").write_text(f"tithe-rank-{rank}")
     try:

@@ -191,13 +191,20 @@ class Ranks:
             if problem is not None:
                 raise problem
             return
-        text = "" if problem is None else f"{type(problem).__name__}\n{problem}"
-        told = self.gather(text.encode())
+        kind = next((one for one in _ANSWERS if isinstance(problem, one)), None)
+        if problem is not None and kind is None:
+            raise problem
+        told = self.gather(b"" if kind is None else f"{kind.__name__}\n{problem}".encode())
         for rank, said in enumerate(told):
             if said:
                 name, _, message = said.decode().partition("\n")
                 kind = next(one for one in _ANSWERS if one.__name__ == name)
                 raise Agreed(kind(message if rank == 0 else f"rank {rank}: {message}"))
+
+    def wait_for_all(self) -> None:
+        """Wait until all have come here, however long that takes: loading a base may take one rank much longer."""
+        for root in range(self.size):
+            self.broadcast(b"", root, patiently=True)
 
     def barrier(self) -> None:
         """Wait until all have come here."""
