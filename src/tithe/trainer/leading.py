@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from tithe.checkpoint import load_checkpoint
-from tithe.errors import Failure, FailureCause
 from tithe.models import Orders, TrainAdapter
 from tithe.packing import MicroBatch
 from tithe.trainer.proof import Perturbed, probe_logp, probe_masters, score_groups
 from tithe.trainer.settings import TrainerSettings
 from tithe.trainer.trainer import StepResult, Trainer
-from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
+from tithe.types import RolloutGroup, TrainingBatch
 from tithe.utils.wire import kinds_in
 from tithe.weight_sync import load_published
 
@@ -73,15 +72,7 @@ class AskVersion:
 
 TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion)
 """Orders of a trainer over ranks."""
-TRAINER_CARRIERS = (
-    TrainingBatch,
-    RolloutGroup,
-    Rollout,
-    FinishReason,
-    Failure,
-    FailureCause,
-    *kinds_in(TrainerSettings),
-)
+TRAINER_CARRIERS = (*kinds_in(TrainingBatch), *kinds_in(TrainerSettings))
 """What they carry."""
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tithe.errors import Failure, FailureCause
-from tithe.types import Completion, FinishReason, Rollout, RolloutGroup, TrainingBatch
-from tithe.utils.wire import Wire
+from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
+from tithe.utils.wire import Wire, kinds_in
 
-CARRIERS = (TrainingBatch, RolloutGroup, Rollout, Completion, FinishReason, Failure, FailureCause)
+CARRIERS = kinds_in(TrainingBatch)
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ def test_a_reader_builds_nothing_but_its_own_kinds() -> None:
     head = b'{"array": ["|O8", [1], 0]}'
     with pytest.raises(ValueError, match="no message of the kinds"):
         Wire(*CARRIERS).decode(len(head).to_bytes(8, "little") + head + b"\0" * 32)
+
+
+def test_the_kinds_of_a_batch_are_those_its_fields_may_hold() -> None:
+    assert set(CARRIERS) == {TrainingBatch, RolloutGroup, Rollout, FinishReason, Failure, FailureCause}
 
 
 def test_two_kinds_of_one_name_are_told_apart_by_nobody() -> None:
