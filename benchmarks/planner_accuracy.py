@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,7 @@ from tithe.planner.answers import fewest_gpus
 from tithe.planner.factors import DEFAULTS, Factors
 from tithe.planner.hardware import MAX_GPUS
 from tithe.planner.parallel import whole_bytes
+from tithe.planner.plans import plan_memory
 from tithe.planner.request import PlanRequest, make_request
 from tithe.planner.roofline import sampling_parallel, step_costs, train_s_per_token
 from tithe.planner.step import plan_step
@@ -185,6 +187,31 @@ def _name(row: dict[str, Any]) -> str:
     return str(row["model"]).rsplit("/", 1)[-1].split(" ")[0]
 
 
+def _peak_bytes(row: dict[str, Any]) -> float | None:
+    """Rows with activations moved to the host are left out: the planner recomputes them."""
+    is_known = _name(row) in {*MODELS, *CONFIGS} and row.get("ac") == "Recompute"
+    return row["peak_mem_GiB"] * 2**30 if is_known and row.get("peak_mem_GiB") else None
+
+
+def _memory(row: dict[str, Any], _factors: Factors) -> float:
+    """What torch's allocator holds at the peak: weights divided over all GPUs (FSDP), a sequence on each of them.
+
+    The allocator does not count CUDA's context. Supervised training holds the logits of a whole sequence.
+    """
+    length, gpus = row["seq_len"], row["gpus"]
+    is_full = "full" in row["method"]
+    found = re.search(r"r(\d+)$", row["method"])
+    made = request(
+        model_file(_name(row)), f"{gpus}x{CARDS.get(row['hw'], 'H100')}", base="bf16", phase="train", context=length,
+        prompt=1, new=length - 1, layout="full" if is_full else "shared", attention="tp", tp=gpus, reference=False,
+        recompute=True, lora_r=int(found[1]) if found else 16, lora_targets=("attention", "mlp"),
+        logits_rows=length if "sft" in row["method"] else 1024, live_versions=1,
+    )  # fmt: skip
+    by_layer = plan_memory(made).fullest.by_layer
+    shared = (gpus - 1) * (by_layer["activations"] + by_layer["logits"])  # every GPU has a sequence of its own
+    return sum(by_layer.values()) - by_layer["runtime"] + shared
+
+
 # ------------------------------------------------------------------ publishing every weight
 
 SCALEOUT = {"H100": "H100", "8xH800": "H800"}
@@ -266,6 +293,7 @@ KINDS = (
         ("train_flops_moe", "train_flops_dense", "train_flops_attention"),
     ),
     Kind("training, FlashAttention 2 on B200", "tok/s", _foreign_rate, _training, of="training"),
+    Kind("memory", "bytes", _peak_bytes, _memory, of="training"),
     Kind("weight_sync", "s", _sync_seconds, _sync, ("publish_bandwidth", "publish_fixed_s")),
     Kind("step", "s", _step_seconds, _step),
 )  # fmt: skip

@@ -51,6 +51,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     compare = add("compare", "compare an adapter on one low-bit base with training every parameter", dry_run=False)
     compare.add_argument("models", metavar="MODEL", nargs="+", help="as for plan; several with --markdown")
     compare.add_argument("--against", default="", metavar="HARDWARE", help="of the full-parameter side")
+    compare.add_argument("--fewest", action="store_true", help="A too on the fewest cards of its kind on which it fits")
     compare.add_argument("--markdown", action="store_true", help="one row a model, as in README.md")
     for command in (plan, compare):
         command.add_argument("--hardware", default="8xB200", metavar="HARDWARE", help="such as 8xB200 (the default)")
@@ -80,7 +81,9 @@ def compare(args: argparse.Namespace) -> Mapping[str, object]:
     """`tithe compare MODEL --hardware 8xB200 …`."""
     from tithe.planner.command import compare as compare_models
 
-    return compare_models(args.models, args.hardware, args.against, as_markdown=args.markdown, **_given(args))
+    return compare_models(
+        args.models, args.hardware, args.against, as_markdown=args.markdown, with_fewest=args.fewest, **_given(args)
+    )
 
 
 def _given(args: argparse.Namespace) -> dict[str, object]:

@@ -107,14 +107,14 @@ def _outer_inner(spec: ArchSpec, out: int, width: int) -> tuple[int, int]:
 
 
 def targeted(spec: ArchSpec, targets: Iterable[str]) -> tuple[TensorFamily, ...]:
-    """The families of linears that the targets name. `ConfigError` as in `adapter_size`."""
+    """The families of linears that the targets name; a group may be empty, a name may not. `ConfigError` as above."""
     linears = [family for family in tensor_families(spec) if family.is_linear]
     names = {_last(family): family for family in linears}
     chosen: dict[str, TensorFamily] = {}
     for target in targets:
         groups = _GROUPS.get(target)
         found = [family for family in linears if _is_named(family, target, groups)]
-        if not found:
+        if not found and groups is None:
             near = difflib.get_close_matches(target, [*_GROUPS, *names], n=2, cutoff=0.5)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             known = ", ".join([*_GROUPS, *names])
@@ -123,6 +123,8 @@ def targeted(spec: ArchSpec, targets: Iterable[str]) -> tuple[TensorFamily, ...]
                 key="lora.target_modules",
             )
         chosen |= {family.name: family for family in found}
+    if not chosen:
+        raise ConfigError("--lora-targets: this model has no linear of that kind", key="lora.target_modules")
     return tuple(chosen.values())
 
 

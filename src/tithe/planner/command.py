@@ -36,13 +36,19 @@ def plan(
 
 
 def compare(
-    models: Sequence[str], hardware: str, against: str = "", *, as_markdown: bool = False, **options: Any
+    models: Sequence[str],
+    hardware: str,
+    against: str = "",
+    *,
+    as_markdown: bool = False,
+    with_fewest: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """The answer of `tithe compare`, for one model, or a table of several."""
     if len(models) > 1 and not as_markdown:
         raise ConfigError("give one model, or --markdown for a table of several", key="markdown")
     options = _with_context(options)
-    answers = [comparing.compare(model, hardware, against, **options) for model in models]
+    answers = [comparing.compare(model, hardware, against, with_fewest=with_fewest, **options) for model in models]
     if as_markdown:
         return {"rows": answers, "text": comparing.markdown(answers)}
     return answers[0] | {"text": comparing.as_text(answers[0])}

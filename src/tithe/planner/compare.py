@@ -1,7 +1,7 @@
 """Two ways to the same end: an adapter on one low-bit base, and every parameter trained on many machines.
 
     A   `--hardware`, one base in `--base`, an adapter; the reference policy is the base itself
-    B   `--against`, or the fewest whole machines of A's cards on which it fits: weights, gradients and AdamW state of
+    B   `--against`, or the fewest of A's cards that hold it, in whole machines: weights, gradients and AdamW state of
         every parameter divided over all cards, the engine's copy beside it
 
 Same model, context, batch and live sequences. What differs in what is learned is said, not computed.
@@ -39,9 +39,17 @@ def mean_hours_between_failures(gpus: int) -> float:
     return GPU_HOURS_PER_FAILURE / gpus
 
 
-def compare(model: str, hardware: str, against: str = "", **options: Any) -> dict[str, Any]:
-    """Both plans side by side, their ratios and a recommendation. `UserError`s name the option that is wrong."""
+def compare(
+    model: str, hardware: str, against: str = "", *, with_fewest: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Both plans side by side, their ratios and a recommendation. `UserError`s name the option that is wrong.
+
+    `with_fewest`: A too on the fewest of its cards on which it fits.
+    """
     first = make_request(model, hardware, **options | {"layout": "shared"})
+    fewest = fewest_gpus(first) if with_fewest else None
+    if fewest is not None:
+        first = replace(first, hardware=first.hardware.with_gpus(fewest), tp=0)
     full: dict[str, Any] = {"base": _FULL_BASE, "layout": "full", "tp": 0, "attention": "auto"}
     other = make_request(model, against or hardware, **options | full)
     if not against:
@@ -58,12 +66,12 @@ def compare(model: str, hardware: str, against: str = "", **options: Any) -> dic
 
 
 def _whole_nodes(request: PlanRequest) -> Hardware:
-    """The fewest whole machines on which a plan fits; a machine's cards where no number fits."""
+    """The fewest cards on which a plan fits, whole machines where it takes more than one."""
     per_node = request.hardware.accelerator.gpus_per_node
     fewest = fewest_gpus(request)
     if fewest is None:
         raise ConfigError("no number of these cards holds the full-parameter plan; name larger ones with --against")
-    return request.hardware.with_gpus(-(-fewest // per_node) * per_node)
+    return request.hardware.with_gpus(-(-fewest // per_node) * per_node if fewest > per_node else fewest)
 
 
 _KEYS: Final = (

@@ -124,6 +124,16 @@ def test_the_tenth_does_not_hold_where_one_card_is_enough():
     assert answer["gpus_ratio"] < 10
 
 
+def test_both_sides_on_the_fewest_cards_as_a_table():
+    answer = compare(["kimi-k2", "qwen2.5-7b"], "B200", base="int4", context=4096, as_markdown=True, with_fewest=True)
+    first, dense = answer["rows"]
+    assert first["a"]["gpus"] == first["a"]["fewest_gpus"] > 1
+    assert (first["claim_holds"], dense["claim_holds"]) == (True, False)
+    rows = answer["text"].splitlines()
+    assert rows[2].startswith("| kimi-k2 |")
+    assert rows[3].endswith("| no |")
+
+
 def test_every_card_has_a_source_and_sane_figures():
     for card in accelerators():
         assert card.source

@@ -155,6 +155,7 @@ def test_suggestions_are_ranked_by_bytes_and_the_smallest_that_fits_is_named():
     [
         ({"phase": "serve"}, "phase"),
         ({"lora_targets": ("atention",)}, "lora.target_modules"),
+        ({"lora_targets": ("experts",)}, "lora.target_modules"),
         ({"tp": 3}, "tp"),
         ({"context": 0}, "context"),
         ({"prompt": 4000, "new": 4000}, "context"),
