@@ -14,6 +14,7 @@
     compare   planner.compare(models, hardware, …)         as plan
     capacity  build.capacity(cfg, run_dir, ranks, …)       RunConfig, Path, list of int, --steps, --full-lr, --copy
     simulate  simulator.simulate_target(target, …)         text, list of texts, Options; free of torch
+    verify    rewards.verifying, rewards.screening         see `cli.verify`; free of torch
     demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
 
 Each returns a `dict[str, object]` of JSON's types, paths and numpy scalars. `"text"` in it, when present, is what
@@ -197,6 +198,13 @@ def demo(args: argparse.Namespace) -> Result:
     return build_demo(args.overrides)
 
 
+def verify(args: argparse.Namespace) -> Result:
+    """`tithe verify ROWS.jsonl [--tools | --code] [--lab]`, or `tithe verify RUN.yaml key=value …`."""
+    from tithe.cli.verify import run
+
+    return run(args)
+
+
 HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "train": train,
     "check": check,
@@ -210,6 +218,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "compare": compare,
     "capacity": capacity,
     "simulate": simulate,
+    "verify": verify,
     "demo": demo,
 }
 

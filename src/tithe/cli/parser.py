@@ -93,10 +93,26 @@ def build_parser() -> argparse.ArgumentParser:
     capacity.add_argument("--copy", choices=("int4",), help=copy_help)
     simulate = _add_simulate(add)
     add_commands(add)
+    verify = _add_verify(add)
     demo = add("demo", "train a real 4-bit model on a task that a program can check, in minutes")
-    for command in (train, check, resume, evaluate, sample, parity, capacity, simulate, demo):
+    for command in (train, check, resume, evaluate, sample, parity, capacity, simulate, verify, demo):
         overrides(command)
     return parser
+
+
+def _add_verify(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    text = "grade a file of answers, tool calls or programs, or screen the questions of a run file"
+    command = add("verify", text, dry_run=False)
+    command.add_argument("target", metavar="ROWS.jsonl|RUN.yaml", help="rows with gold and text, or a run file")
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument("--tools", action="store_true", help="rows with text, calls or answer, and tools")
+    kind.add_argument("--code", action="store_true", help="rows with code and tests, run in the sandbox")
+    command.add_argument("--lab", action="store_true", help="rows carry the right verdict: measure the grader on them")
+    graders = ("symbolic_math", "math")
+    command.add_argument("--grader", choices=graders, default=graders[0], help="how answers are compared")
+    command.add_argument("--workers", type=int, default=2, metavar="N", help="processes (default 2)")
+    command.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds a row may take (default 5)")
+    return command
 
 
 def _add_simulate(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:

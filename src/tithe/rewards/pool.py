@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -214,9 +214,7 @@ class RewardPool:
         with self._lock:
             self._counts["abstained" if result.value is None else "scored"] += 1
             self._counts["failed"] += result.failure is not None
-        if began_s is not None:
-            result = replace(result, seconds=time.perf_counter() - began_s)
-        future.set_result(result)
+        future.set_result(result if began_s is None else result.timed(time.perf_counter() - began_s))
 
 
 def _closed() -> RewardResult:

@@ -104,6 +104,10 @@ class RewardResult:
     seconds: float = 0.0
     """How long judging took, counted from its start."""
 
+    def timed(self, seconds: float) -> RewardResult:
+        """The same with how long it took; a copy field by field, which costs a third of `dataclasses.replace`."""
+        return RewardResult(self.value, self.parts, self.facts, self.reason, self.failure, self.grader, seconds)
+
     def record(self) -> dict[str, float]:
         """Parts and facts in one mapping, as a rollout keeps them."""
         return {**self.parts, **{FACT + name: value for name, value in self.facts.items()}}
