@@ -72,7 +72,7 @@ _WORD: Final = re.compile(
     re.IGNORECASE,
 )
 _PROSE: Final = re.compile(r"(?<![\\{^\W\d_])[^\W\d_]{2,}+[,:]?\s++")
-_LATEX: Final = re.compile(r"\\[a-zA-Z({\[]|[\^√]")
+_LATEX: Final = re.compile(r"\\[a-zA-Z({\[]|[\^√_]")
 _MINUS_SIGNS: Final = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
 _PLACEHOLDERS: Final = frozenset(
     {"", "...", "…", r"\ldots", r"\dots", "answer", "your answer", "final answer", r"\text{answer}"}

@@ -136,6 +136,9 @@ def _named(gold: Value, answer: Value) -> bool | None:
     inner_gold = gold.value if isinstance(gold, Named) else gold
     inner_answer = answer.value if isinstance(answer, Named) else answer
     if len(names) == 2 and names[0] != names[1]:
+        relations = [_as_relation(value) for value in (gold, answer) if isinstance(value, Named)]
+        if relations[0] is not None and relations[1] is not None and _relations(relations[0], relations[1]):
+            return True  # y = 2x and x = y/2
         heads = [name.partition("(")[0] for name in names]
         if not (heads[0] in ("y", "f") and heads[1] in ("y", "f") and heads[0] != heads[1]):
             return False
@@ -221,6 +224,8 @@ def _is_interval(value: Value) -> bool:
 
 
 def _regions(gold: Value, answer: Value) -> bool | None:
+    if isinstance(gold, Span) and isinstance(answer, Span):
+        return _same_span(gold, answer)
     left, right = as_region(gold), as_region(answer)
     if left is None or right is None:
         return False
@@ -254,13 +259,20 @@ def _series(gold: Series, answer: Series) -> bool | None:
     brackets = {gold.bracket, answer.bracket} - {""}
     if len(brackets) > 1:
         return False
-    if brackets == {"{"} or gold.bracket == "{":
-        return _sets(gold.items, answer.items)
+    if brackets == {"{"}:
+        is_short = "" in (gold.bracket, answer.bracket) and len(gold.items) != len(answer.items)
+        return False if is_short else _sets(gold.items, answer.items)
     if len(gold.items) != len(answer.items):
         return False
-    if brackets:
+    if brackets or _tells_apart(gold) != _tells_apart(answer):
         return _all(map(_item, gold.items, answer.items))
     return _matched(gold.items, answer.items)
+
+
+def _tells_apart(series: Series) -> bool:
+    """Whether the items are values of different variables, so that a list without names has to keep their order."""
+    names = {item.name.partition("_")[0] for item in series.items if isinstance(item, Named)}
+    return len(names) > 1
 
 
 def _item(gold: Value, answer: Value) -> bool | None:

@@ -223,7 +223,7 @@ def _relation(sides: list[list[Token]], ops: list[str], depth: int) -> Value:
     name = _name(sides[0])
     if ops == ["in"] and name:
         value = _value(sides[1], depth + 1)
-        region = as_region(value)
+        region = None if isinstance(value, Series) else as_region(value)
         if region is not None:
             return Region(region.spans, name)
         return Named(name, value)

@@ -69,6 +69,14 @@ def same_value(one: Node, other: Node) -> bool | None:
     return None if None in verdicts else True
 
 
+def is_defined(node: Node) -> bool:
+    """Whether an expression has a value that can be computed, at three points at least where it has variables."""
+    names = sorted(node.symbols())
+    points = [_point(names, k) for k in range(N_POINTS)] if names else [{}]
+    values = [_values(node, node, point) for point in points]
+    return len(values) - values.count(None) >= min(3, len(points))
+
+
 def proportional(one: Node, other: Node, *, positive: bool = False) -> bool | None:
     """Whether one expression is a constant multiple (not 0; above 0 where `positive`) of another: the same equation."""
     names = sorted(one.symbols() | other.symbols())

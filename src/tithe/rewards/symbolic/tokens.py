@@ -92,7 +92,7 @@ def _from_text(content: str, spaced: bool) -> list[Token]:
         return [Token("letter", content, spaced)]
     if content in _NAMES:
         return _from_word(content, spaced)
-    if re.fullmatch(r"[-+]?[\d.,/ ]+", content):
+    if re.fullmatch(r"[-+]?[\d.,/ ]+|[A-Z](?:, ?[A-Z])+", content):
         return tokenize(content) or []
     return [Token("words", content, spaced)] if content else []
 

@@ -13,6 +13,7 @@ from tithe.rewards.math_reward import Verdict, gold_answer
 from tithe.rewards.symbolic.clean import is_damaged
 from tithe.rewards.symbolic.compare import same
 from tithe.rewards.symbolic.forms import read
+from tithe.rewards.symbolic.numeric import is_defined
 from tithe.rewards.symbolic.second import same_by_grammar
 from tithe.rewards.symbolic.tree import Expression, Named, Relation, Value, Words
 
@@ -82,9 +83,18 @@ def _verify(wanted: str, text: str) -> Judgement:
         how = "as words"
         if not equal and (second := same_by_grammar(wanted, found.text)) is not None:
             equal, how = second.verdict, "as sums, products, integrals or limits"
+    if equal is None and _is_worthless(gold, answer):
+        return Judgement(Verdict.WRONG, "the answer has no value that can be computed")
     if equal is None:
         return Judgement(Verdict.UNDECIDED, f"the graders do not agree on these {how}")
     return _right(equal, how)
+
+
+def _is_worthless(gold: Value, answer: Value) -> bool:
+    """Whether the gold has a value and the answer has none: `0/0` must not escape the verdict by an abstention."""
+    if not (isinstance(gold, Expression) and isinstance(answer, Expression)):
+        return False
+    return is_defined(gold.node) and not is_defined(answer.node)
 
 
 def _given(found: Answer, gold: Value) -> Value:
