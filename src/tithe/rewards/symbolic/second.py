@@ -16,6 +16,7 @@ from tithe.errors import FailureCause, boundary
 from tithe.rewards.symbolic.clean import clean
 
 _MAX_CHARS: Final = 300
+_MAX_NESTING: Final = 10
 _WANTED: Final = re.compile(r"\\(?:int|sum|prod|lim)(?![a-zA-Z])")
 _COMMANDS: Final = frozenset(
     ("int", "sum", "prod", "lim", "to", "infty", "frac", "sqrt", "sin", "cos", "tan", "ln", "log", "exp", "pi", "cdot",
@@ -47,6 +48,8 @@ def _admitted(text: str) -> str | None:
     """The text as the grammar gets it; None when it holds anything that it must not get."""
     cleaned = re.sub(r"\\text ?\{ ?(d) ?\}", r"\1", clean(text))
     cleaned = re.sub(r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}", cleaned)
+    if not _is_balanced(cleaned):
+        return None  # the grammar's recovery from errors takes seconds
     if len(cleaned) > _MAX_CHARS or _ALPHABET.fullmatch(cleaned) is None:
         return None
     if any(name not in _COMMANDS for name in re.findall(r"\\([a-zA-Z]+)", cleaned)):
@@ -54,6 +57,19 @@ def _admitted(text: str) -> str | None:
     if re.search(r"(?<!\\)(?<![a-zA-Z])[a-zA-Z]{4,}", re.sub(r"\\[a-zA-Z]+", " ", cleaned)):
         return None
     return cleaned
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether brackets close, and nest at most ten deep."""
+    expected: list[str] = []
+    for mark in text:
+        if mark in "([{":
+            expected.append({"(": ")", "[": "]", "{": "}"}[mark])
+        elif mark in ")]}" and (not expected or expected.pop() != mark):
+            return False
+        if len(expected) > _MAX_NESTING:
+            return False
+    return not expected
 
 
 @lru_cache(maxsize=1024)
