@@ -62,7 +62,7 @@ class Bench:
         self.session = open_session(cfg)
         self.workload = workload
         self.learner = Learner(
-            trainer=self.session.trainer,
+            trainer=self.session.learner,
             lane=self.session.base.lane,
             advantages=lambda groups: batch_advantages(groups, cfg.rl.advantage_scale),
             control=RunControl(),
