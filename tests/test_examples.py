@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import build_gguf
+from tithe.arch import ArchSpec, account, known_config, make_base
 from tithe.config import config_warnings, load_config, schedule_of
 from tithe.envs import load_task
 from tithe.rewards import build_reward
@@ -100,3 +101,31 @@ def test_the_example_of_a_schedule_has_its_phases_and_nothing_doubtful():
         ("refine", 24),
     ]
     assert config_warnings(cfg) == []
+
+
+KIMI = ROOT / "examples" / "kimi-k2-one-node"
+
+
+def test_the_run_file_of_kimi_resolves_and_is_the_one_that_is_planned(monkeypatch):
+    """The first line of plan.txt is the command that made it: its numbers are the run file's."""
+    monkeypatch.chdir(ROOT)
+    cfg = load_config(KIMI / "run.yaml")
+    assert config_warnings(cfg) == []
+    plan = (KIMI / "plan.txt").read_text()
+    asked = dict(re.findall(r"--([a-z-]+) ([^\s-]\S*)", plan.splitlines()[0]))
+    assert asked["lora-targets"].split(",") == list(cfg.lora.target_modules)
+    numbers = {name: int(value) for name, value in asked.items() if value.isdecimal()}
+    assert numbers == {
+        "lora-r": cfg.lora.r,
+        "context": cfg.model.max_context,
+        "prompt": cfg.rollout.max_prompt_tokens,
+        "new": cfg.rollout.max_new_tokens // 2,  # mean length: planned at half of the longest
+        "sequences": cfg.run.ranks * cfg.engine.max_running,
+        "batch": cfg.rl.batch_size_per_update,
+        "steps": cfg.run.max_steps,
+        "live-versions": cfg.engine.max_live_versions,
+        "micro-batch-tokens": cfg.rl.micro_batch_tokens,
+    }
+    config = known_config("kimi-k2-thinking")
+    (rank, *_) = account(ArchSpec.from_config(config), make_base("published", config), cfg.run.ranks).ranks
+    assert f"{rank.total.n_bytes:,}" in plan

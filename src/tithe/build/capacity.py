@@ -79,6 +79,10 @@ def _check(cfg: RunConfig, copy: str | None) -> None:
         raise ConfigError(
             "lora.init_from: capacity compares runs from one start, the bare base; leave it out", key="lora.init_from"
         )
+    if cfg.run.ranks > 1:
+        raise ConfigError(
+            f"run.ranks = {cfg.run.ranks}: capacity compares runs of one process each; set it to 1", key="run.ranks"
+        )
     if copy is not None and (cfg.model.quantize != "none" or cfg.model.load_in_8bit):
         raise ConfigError(
             f"model.quantize: --copy {copy} adds runs that are packed so to runs that are not; set it to none, and "

@@ -59,7 +59,8 @@ def test_a_copy_adds_a_packed_base_to_the_largest_rank_and_packed_rollouts_to_fu
 
 def test_a_start_that_not_all_can_share_is_refused_before_anything_runs(files: RunFiles, tmp_path: Path) -> None:
     gguf = build_gguf(tmp_path / "m.gguf", "llama")
-    for change, key in ((f"model.path={gguf}", "model.path"), ("lora.init_from=somewhere", "lora.init_from")):
+    changes = {"model.path": gguf, "lora.init_from": "somewhere", "run.ranks": 2}
+    for change, key in ((f"{key}={value}", key) for key, value in changes.items()):
         with pytest.raises(ConfigError) as caught:
             capacity(load_config(files.yaml, [change]), tmp_path / "c", [2], 1, None)
         assert caught.value.key == key
