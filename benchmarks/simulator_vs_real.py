@@ -2,12 +2,12 @@
 
     python -m benchmarks.simulator_vs_real --json
 
-Each setting is run twice on a tiny random model: synchronously, and with asynchrony. Settings run side by side, each in
-a process of its own, because they wait most of the time. `tithe.simulator` is given the
-directory of the synchronous run alone (`measure_run`) and predicts both; compared are the gain of asynchrony and the
-histogram of the ages of trained groups. Waiting is `time.sleep` in the reward's worker processes and `asyncio.sleep` in
-an environment with a tool, so that the lane is idle for it. How long a prompt waits is a function of its name: the same
-prompts wait equally long in both runs.
+Each setting is run twice on a tiny random model: synchronously, and with asynchrony for twice as many batches. All run
+at the same time, each in a process of its own, so that they meet the same machine; they wait most of the time.
+`tithe.simulator` is given the directory of the synchronous run alone (`measure_run`) and predicts both; compared are
+the gain of asynchrony and the histogram of the ages of trained groups. Waiting is `time.sleep` in the reward's worker
+processes and `asyncio.sleep` in an environment with a tool, so that the lane is idle for it. How long a prompt waits is
+a function of its name: the same prompts wait equally long in both runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def always(item, text, token_ids, **info):
 def at_once(item, text, token_ids, **info):
     return sum(t % 2 == 0 for t in token_ids) / len(token_ids)
 """
-MEAN_S, TOKEN_S, FIXED_S = 4.0, 0.06, 2.0
+MEAN_S, TOKEN_S, FIXED_S = 12.0, 0.6, 6.0
 """Mean wait of a prompt, wait per token, and wait of every rollout, in the settings that have them."""
 PROMPTS = 600
 
@@ -80,16 +80,19 @@ class Setting:
     known_reward_s: float | None = None
 
 
-LAG_1 = ("rl.max_policy_update_lag=1",)
-LAG_2 = ("rl.max_policy_update_lag=2",)
+ENDINGS = ("rollout.max_new_tokens=64", "rollout.stop_strings=['1','2','3','4','5']")
+"""Five of 128 tokens end a completion: lengths are nearly geometric."""
+LAG_1 = ("rl.max_policy_update_lag=1", "reward.workers=16")
+LAG_2 = ("rl.max_policy_update_lag=2", "reward.workers=24")
 LAG_4 = ("rl.max_policy_update_lag=4", "engine.max_live_versions=8", "reward.workers=40")
+FOUR = ("rl.max_policy_update_lag=2", "reward.workers=4")
 SETTINGS = (
     Setting("slow reward, one step off", "by_prompt", (), LAG_1),
     Setting("slow reward, lag 4, sync_every 2", "by_prompt", (), (*LAG_4, "rl.sync_every=2")),
-    Setting("judge by length, lag 2", "by_length", ("rollout.max_new_tokens=96",), LAG_2),
+    Setting("judge by length, lag 2", "by_length", ENDINGS, LAG_2),
     Setting("tool between two turns, lag 2", "at_once", (), LAG_2, tool_s=MEAN_S),
     Setting("tool, partial rollouts (keep), lag 4", "at_once", (), (*LAG_4, "rollout.on_publish=keep"), tool_s=MEAN_S),
-    Setting("four reward workers, lag 2", "always", ("reward.workers=4",), LAG_2, known_reward_s=FIXED_S),
+    Setting("four reward workers, lag 2", "always", (), FOUR, known_reward_s=FIXED_S),
 )
 
 
@@ -142,7 +145,6 @@ class Real:
     idle_frac: float
     ages: dict[int, float]
     gaps: dict[int, float]
-    values: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def write_files(folder: Path, steps: int) -> Path:
@@ -156,10 +158,10 @@ def write_files(folder: Path, steps: int) -> Path:
     files.reward.write_text(REWARD.format(mean_s=MEAN_S, token_s=TOKEN_S, fixed_s=FIXED_S))
     return files.write(
         "bench",
-        rl={"samples_per_prompt": 4, "batch_size_per_update": 8},
+        rl={"samples_per_prompt": 4, "batch_size_per_update": 8, "micro_batch_tokens": 640},
         model={"max_context": 256},
-        rollout={"max_new_tokens": 24},
-        reward={"workers": 24, "timeout_s": 60.0},
+        rollout={"max_new_tokens": 16},
+        reward={"timeout_s": 200.0},
         optimizer={"lr": 1e-3, "lr_scheduler": "constant"},
         engine={"max_running": 64, "kv_memory_mib": 16},
         run={"max_steps": steps, "eval_every": None, "checkpoint_every": steps},
@@ -209,19 +211,31 @@ def predict(sync_dir: Path, cfg: RunConfig, setting: Setting, steps: int) -> Out
     return simulate(replace(scenario, workload=work))
 
 
-def compare(setting: Setting, run_file: Path, folder: Path, steps: int) -> dict[str, Any]:
-    """Both real runs and both predictions."""
+def keys_of(setting: Setting, run_file: Path, which: str, steps: int) -> list[str]:
+    """Overrides of one of a setting's two runs."""
     reward = f"reward.function={run_file.parent / 'reward.py'}:{setting.reward}"
+    workers = 4 if setting.known_reward_s else 8
+    late = ("rl.max_policy_update_lag=0", f"reward.workers={workers}") if which == "sync" else setting.late
+    return [reward, *setting.keys, *late, f"run.max_steps={steps if which == 'sync' else 2 * steps}"]
+
+
+def run_one(setting: Setting, run_file: Path, folder: Path, which: str, steps: int) -> None:
+    """One real run."""
+    real_run(load_config(run_file, keys_of(setting, run_file, which, steps)), folder / which, setting)
+    print(f"{setting.name}, {which}: done", file=sys.stderr, flush=True)
+
+
+def compare(setting: Setting, run_file: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """Both real runs, which have ended, beside both predictions."""
     real: dict[str, Real] = {}
     guess: dict[str, Outcome] = {}
-    for name, keys in (("sync", ("rl.max_policy_update_lag=0",)), ("late", setting.late)):
-        cfg = load_config(run_file, [reward, *setting.keys, *keys])
-        real_run(cfg, folder / name, setting)
-        guess[name] = predict(folder / "sync", cfg, setting, steps)
-        real[name] = read_run(folder / name, guess[name].warm_batches)
+    for which in ("sync", "late"):
+        cfg = load_config(run_file, keys_of(setting, run_file, which, steps))
+        guess[which] = predict(folder / "sync", cfg, setting, cfg.run.max_steps)
+        real[which] = read_run(folder / which, guess[which].warm_batches)
     ratio = real["sync"].step_s / real["late"].step_s
     guessed = guess["sync"].step_s / guess["late"].step_s
-    row = {
+    return {
         "setting": setting.name,
         "sync_idle_frac": real["sync"].idle_frac,
         "sync_step_s": real["sync"].step_s,
@@ -235,10 +249,10 @@ def compare(setting: Setting, run_file: Path, folder: Path, steps: int) -> dict[
         "gap_distance_tv": total_variation(real["late"].gaps, guess["late"].gap_histogram()),
         "ages": {str(age): share for age, share in real["late"].ages.items()},
         "ages_simulated": {str(age): share for age, share in guess["late"].age_histogram().items()},
+        "gaps": {str(gap): share for gap, share in real["late"].gaps.items()},
+        "gaps_simulated": {str(gap): share for gap, share in guess["late"].gap_histogram().items()},
         "dropped_simulated": guess["late"].pool.left["stale"],
     }
-    print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
-    return row
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -260,19 +274,23 @@ def main() -> None:
     """Run all settings, or those whose number is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print exactly one line with one JSON object")
-    parser.add_argument("--steps", type=int, default=60, help="batches of each run (default 60)")
+    parser.add_argument("--steps", type=int, default=36, help="batches of each synchronous run (default 36)")
     parser.add_argument("--only", type=int, action="append", help="number of a setting, from 0; may be repeated")
     parser.add_argument("--keep", type=Path, help="folder for the run directories (default: a temporary one)")
+    parser.add_argument("--compare-only", action="store_true", help="the runs are in --keep already")
     options = parser.parse_args()
     numbers = options.only or range(len(SETTINGS))
     with tempfile.TemporaryDirectory() as scratch:
         root = options.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
         run_file = write_files(root, options.steps)
-        work = [(SETTINGS[i], run_file, root / f"setting-{i}", options.steps) for i in numbers]
-        # forked before anything is computed: the imports are made once
-        with multiprocessing.get_context("fork").Pool(len(work), maxtasksperchild=1) as pool:
-            rows = pool.starmap(compare, work, chunksize=1)
+        work = [(SETTINGS[i], run_file, root / f"setting-{i}") for i in numbers]
+        runs = [(*one, which, options.steps) for one in work for which in ("sync", "late")]
+        if not options.compare_only:
+            # forked before anything is computed: the imports are made once
+            with multiprocessing.get_context("fork").Pool(len(runs), maxtasksperchild=1) as pool:
+                pool.starmap(run_one, runs, chunksize=1)
+        rows = [compare(*one, options.steps) for one in work]
     load = os.getloadavg()[0]
     if options.json:
         print(json.dumps({"commit": commit(), "steps": options.steps, "load_average": load, "settings": rows}))

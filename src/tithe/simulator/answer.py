@@ -87,7 +87,8 @@ def answer(
 ) -> Answer:
     """Simulate a setting, its synchronous twin, and what the axes ask for."""
     outcome = simulate(scenario)
-    sync = outcome if scenario.mode == "sync" else simulate(synchronous(scenario))
+    twin = synchronous(scenario)
+    sync = outcome if scenario == twin else simulate(twin)
     sweep = run_sweep(scenario, axes, place) if axes else None
     return Answer(outcome, sync, sweep, source, tuple(assumptions))
 

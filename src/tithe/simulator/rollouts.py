@@ -77,11 +77,10 @@ class RolloutLoop:
             return "max_running"
         pool = self._pool
         running = pool.running * size
-        if running + pool.waiting * size + size > scenario.buffer:
-            return "buffer"
         accepted = pool.serial * bounds.batch_rollouts + (pool.waiting + pool.leased) * size
-        may = may_start_group(bounds, accepted=accepted, running=running, served_serial=served)
-        return None if may else "staleness"
+        if not may_start_group(bounds, accepted=accepted, running=running, served_serial=served):
+            return "staleness"
+        return "buffer" if running + pool.waiting * size + size > scenario.buffer else None
 
     def _play_group(self) -> Process:
         scenario, pool = self._scenario, self._pool
