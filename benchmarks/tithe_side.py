@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers.protocol import Channel
-from tithe.advantages import batch_advantages
+from tithe.advantages import AdvantagePlan, AdvantageRule, make_advantages
 from tithe.build.hooks import Publisher
 from tithe.build.session import open_session
 from tithe.config import RunConfig, load_config
@@ -64,7 +64,9 @@ class Bench:
         self.learner = Learner(
             trainer=self.session.learner,
             lane=self.session.base.lane,
-            advantages=lambda groups: batch_advantages(groups, cfg.rl.advantage_scale),
+            advantages=lambda groups, _: make_advantages(
+                groups, AdvantagePlan(AdvantageRule(scale=cfg.rl.advantage_scale))
+            ),
             control=RunControl(),
         )
         self.publisher = Publisher(self.session, DirectoryChannel(folder, "bench"))

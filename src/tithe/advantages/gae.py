@@ -14,12 +14,15 @@ from tithe.advantages.samples import AdvantageRule, Estimated, Sample
 
 
 def gae(group: Sequence[Sample | None], rule: AdvantageRule) -> list[Estimated | None]:
-    """`gae_of` each rollout. Raises `ValueError` for a rollout without values."""
+    """`gae_of` each rollout, None without tokens. Raises `ValueError` for a rollout without values."""
     out: list[Estimated | None] = []
     for sample in group:
-        if sample is not None and sample.value is None:
+        if sample is None or not len(sample.mask):
+            out.append(None)
+            continue
+        if sample.value is None:
             raise ValueError("generalised advantages need a critic's values")
-        out.append(None if sample is None else Estimated(*gae_of(sample, rule.gamma, rule.lam)))
+        out.append(Estimated(*gae_of(sample, rule.gamma, rule.lam)))
     return out
 
 

@@ -65,9 +65,19 @@ def group_advantages(rewards: Sequence[float | None], scale: str, rejected: Coll
     if not kept:
         return [None] * len(rewards)
     rewards_G = np.array(list(kept.values()), np.float64)
-    if np.ptp(rewards_G) <= EQUAL_REL * np.abs(rewards_G).max():
+    if not has_spread(rewards_G):
         advantages_G = np.zeros_like(rewards_G)
     else:
         advantages_G = SCALES[scale](rewards_G - rewards_G.mean())
     by_position = dict(zip(kept, advantages_G.tolist(), strict=True))
     return [by_position.get(i) for i in range(len(rewards))]
+
+
+def has_spread(rewards: Sequence[float] | NDArray[np.float64]) -> bool:
+    """Whether rewards differ by more than rounding: only then has a group something to teach.
+
+    >>> has_spread([0.7] * 7), has_spread([0.0, 1.0]), has_spread([])
+    (False, True, False)
+    """
+    values = np.asarray(rewards, np.float64)
+    return len(values) > 0 and bool(np.ptp(values) > EQUAL_REL * np.abs(values).max())

@@ -109,7 +109,7 @@ class Saver:
     def extra_state(self) -> Mapping[str, Any]:
         """JSON values."""
         trainer = self._session.trainer
-        return {"trainer": trainer.state(), "kl_coef": self._session.cfg.rl.kl_coef}
+        return {"trainer": trainer.state(), "kl_coef": trainer.kl_coef}
 
     def prune(self) -> None:
         """Keep the newest checkpoints, and the versions that the engine or a certificate may still need."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tithe.build.base import Base
 from tithe.build.full import copied_engine, full_trainer
+from tithe.build.objective import critic_settings, kl_control, loss_settings, reference_of
 from tithe.build.origin import origin_problem
 from tithe.config import PhaseValues, RunConfig, schedule_of
 from tithe.engines import CopiedEngine, Here, SharedEngine
 from tithe.errors import AdapterError, ConfigError
 from tithe.lora import LoraSpec, init_tensors, load_adapter, resolve_targets
-from tithe.losses import Aggregation, LossSettings
 from tithe.models import PAGE, KVPages, share_outer, stack_experts
 from tithe.trainer import FullTrainer, Trainer, TrainerSettings
 
@@ -29,7 +29,9 @@ def make_learning(
         return full_trainer(cfg, base, trainer_settings(cfg), given), copied_engine(cfg, base, settings)
     ranks = base.crew.ranks
     spec, tensors = _adapter(cfg, base, given, say)
-    trainer = Trainer(base.decoder, spec, tensors, trainer_settings(cfg), ranks)
+    critic = _fresh(cfg, base, spec, cfg.run.seed + 1) if cfg.rl.algorithm == "ppo" else None
+    trainer = Trainer(base.decoder, spec, tensors, trainer_settings(cfg), ranks, critic=critic)
+    trainer.reference = reference_of(cfg, base, trainer)
     live, follow = cfg.engine.max_live_versions, cfg.rollout.on_publish
     lane = base.lane if ranks.size == 1 else Here()
     engine = SharedEngine(base.decoder, lane, max_live_versions=live, on_publish=follow, ranks=ranks, **settings)
@@ -41,20 +43,19 @@ def trainer_settings(cfg: RunConfig, phase: PhaseValues | None = None) -> Traine
     phase that has most, which decides whether the trainer needs a reference at all."""
     rl, o = cfg.rl, cfg.optimizer
     phase = phase or max(schedule_of(cfg).values, key=lambda values: values.kl_coef)
-    in_loss = rl.kl_placement == "loss"
-    loss = LossSettings(
-        aggregation=Aggregation(rl.aggregation),
-        clip_range=rl.clip_range,
-        clip_range_high=rl.clip_range_high,
-        kl_coef=phase.kl_coef if in_loss else 0.0,
-        entropy_coef=rl.entropy_coef,
-    )
+    steps_per_batch = rl.ppo_epochs * rl.mini_batches
+    moving = rl.kl_reference == "moving"
     return TrainerSettings(
         algorithm=rl.algorithm,
-        loss=loss,
+        loss=loss_settings(cfg, phase.kl_coef),
         norm_tokens=cfg.rollout.max_new_tokens,
         kl_coef=phase.kl_coef,
         kl_placement=rl.kl_placement,
+        kl_control=kl_control(cfg),
+        reference_every=rl.kl_reference_every * steps_per_batch if moving else None,
+        ppo_epochs=rl.ppo_epochs,
+        mini_batches=rl.mini_batches,
+        critic=critic_settings(cfg),
         lr=phase.lr,
         beta1=o.beta1,
         beta2=o.beta2,
@@ -64,7 +65,7 @@ def trainer_settings(cfg: RunConfig, phase: PhaseValues | None = None) -> Traine
         lr_scheduler=o.lr_scheduler,
         warmup_steps=o.warmup_steps,
         min_lr_ratio=o.min_lr_ratio,
-        total_steps=cfg.run.max_steps,
+        total_steps=cfg.run.max_steps * steps_per_batch,
         micro_batch_tokens=rl.micro_batch_tokens,
         activation_checkpointing=cfg.model.activation_checkpointing,
         dropout=cfg.lora.dropout,
@@ -93,8 +94,13 @@ def _adapter(
     targets = resolve_targets(requested if isinstance(requested, str) else list(requested), shapes)
     modules = tuple(dict.fromkeys(t.rpartition(".")[2] for t in targets))
     spec = LoraSpec(cfg.lora.r, cfg.lora.alpha, cfg.lora.dropout, modules)
-    fresh = stack_experts(init_tensors(spec, shapes, cfg.run.seed))
-    return spec, share_outer(fresh) if cfg.lora.expert_layout == "shared_outer" else fresh
+    return spec, _fresh(cfg, base, spec, cfg.run.seed)
+
+
+def _fresh(cfg: RunConfig, base: Base, spec: LoraSpec, seed: int) -> Mapping[str, Tensor]:
+    """First values of an adapter that changes nothing yet."""
+    fresh = stack_experts(init_tensors(spec, base.decoder.linear_shapes(), seed))
+    return share_outer(fresh) if cfg.lora.expert_layout == "shared_outer" else fresh
 
 
 def _engine_settings(cfg: RunConfig, base: Base) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from tithe.advantages import batch_advantages
+from tithe.advantages import make_advantages
 from tithe.build.hooks import Evaluator, Saver, make_publisher, train_hooks
 from tithe.build.learning import trainer_settings
+from tithe.build.objective import advantage_plan, batch_scorer, update_plan
 from tithe.build.record import RunRecord
 from tithe.build.session import Session
 from tithe.config import RunConfig, schedule_of
@@ -64,6 +65,7 @@ def train_and_roll(
     )
     scaled = _reward_scale(cfg, pool)
     evaluator = Evaluator(session, run_dir, control) if evaluating else None
+    plan = advantage_plan(cfg)
     with _sinks(cfg, run_dir, pool.serial) as fan:
         sink = _Observed(fan, record, session.engine.stats)
         publisher = make_publisher(session, channel, sink)
@@ -73,7 +75,9 @@ def train_and_roll(
                 trainer=session.learner,
                 lane=session.base.lane,
                 control=control,
-                advantages=lambda groups: batch_advantages(scaled(groups), cfg.rl.advantage_scale),
+                advantages=lambda groups, scores: make_advantages(scaled(groups), plan, scores),
+                update=update_plan(cfg, session.trainer),
+                scorer=batch_scorer(cfg, session.trainer),
                 settings_at=_settings_at(cfg),
             ),
             served=served,
@@ -137,6 +141,7 @@ def _rollout_plan(session: Session) -> RolloutPlan:
         failed_batches=cfg.monitor.failure_batches_alarm,
         schedule=schedule_of(cfg),
         diversity_penalty=cfg.reward.diversity_penalty,
+        needs_spread=cfg.rl.dynamic_sampling,
         sizes=GroupSizes(cfg.schedule.adaptive_samples, cfg.schedule.min_samples, cfg.schedule.max_samples)
         if cfg.schedule.adaptive_samples
         else GroupSizes(),

@@ -16,6 +16,7 @@ import tithe
 from tithe.build.session import Session
 from tithe.engines import CopiedEngine
 from tithe.quant import HAS_BF16_DOT, kernel_threads
+from tithe.trainer import FullTrainer
 from tithe.utils.durable import write_text
 from tithe.utils.memory import pss_bytes
 
@@ -99,6 +100,7 @@ class RunRecord:
             "base_file_bytes": session.base.file_bytes,
             "engine_copies_bytes": engine.copy_bytes() if isinstance(engine, CopiedEngine) else 0,
             "adapter_state_bytes": session.trainer.memory_bytes(),
+            "critic_state_bytes": 0 if isinstance(session.trainer, FullTrainer) else session.trainer.critic_bytes(),
             "kv_pages_bytes": int(engine.stats()["kv_bytes"]),
             "peak_pss_bytes": max(before, pss or 0) or None,
         }

@@ -10,6 +10,9 @@ from tithe.config.sections import RunSections
 FEW_PROMPTS = 8
 """Fewest distinct prompts of a batch; with fewer, one odd question turns the whole step."""
 
+MANY_EPOCHS = 4
+"""Passes over one batch from which more deserve a warning."""
+
 FAST_LR, WEAK_KL = 1e-4, 0.005
 """A learning rate above the one with a KL coefficient below the other leaves the base quickly."""
 
@@ -25,6 +28,11 @@ def learning_warnings(cfg: RunSections) -> Iterator[str]:
             f"{batch} at {most.samples} samples for each prompt{_where(most)} is {prompts} distinct prompts a step; "
             f"fewer than {FEW_PROMPTS} make noisy steps: raise it to {FEW_PROMPTS * most.samples}, or lower "
             "rl.samples_per_prompt"
+        )
+    if cfg.rl.ppo_epochs > MANY_EPOCHS:
+        yield (
+            f"rl.ppo_epochs = {cfg.rl.ppo_epochs}: so many passes over one batch learn its noise and leave the policy "
+            f"that sampled it; {MANY_EPOCHS} are usually too many already"
         )
     for values in phases:
         if values.lr > FAST_LR and values.kl_coef < WEAK_KL:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from tithe.config.algorithms import clip_high, of_algorithm, of_correction
 from tithe.config.base import LocalPath, Section, TextTuple, derived
-
-DAPO_CLIP_HIGH = 0.28
-"""Upper clip of DAPO (arXiv 2503.14476)."""
 
 
 class ModelSettings(Section):
@@ -117,57 +115,162 @@ class OptimizerSettings(Section):
     """Floor of the schedule as a share of `lr`."""
 
 
-def _default_kl(values: dict[str, Any]) -> float:
-    return 0.01 if values["algorithm"] == "grpo" else 0.0
-
-
-def _default_clip_high(values: dict[str, Any]) -> float | None:
-    low = values["clip_range"]
-    if low is None or values["algorithm"] != "dapo":
-        return low
-    return max(DAPO_CLIP_HIGH, low)
-
-
 class RlSettings(Section):
     """The policy-gradient objective, and the bounds between the rollout loop and the train loop."""
 
-    algorithm: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
-    """Names the defaults of `kl_coef`, `clip_range_high`, `advantage_scale` and `aggregation`; keys that are given
-    win. `grpo`: equal clips, scaled advantages, token mean, KL 0.01. `dapo`: upper clip 0.28 and no KL (without
-    DAPO's dynamic sampling and length penalty). `dr_grpo`: unscaled advantages, sums over a constant length, no
-    KL."""
+    algorithm: Literal[
+        "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
+    ] = "grpo"
+    """Names the loss and the baseline, and the defaults of the keys that say so; keys that are given win. `grpo`: the
+    group's mean and deviation. `dapo`: upper clip 0.28, no KL, groups without spread replaced, long answers punished.
+    `dr_grpo`: unscaled advantages, sums over a constant length. `gspo`: the ratio of whole answers, clips 3e-4 and
+    4e-4. `cispo`: clipped weights, no clipped gradients. `rloo`: the mean of the other answers. `reinforce_pp`: the
+    batch's mean, `reinforce_pp_baseline`: the group's, then scaled over the batch. `ppo`: a critic, which is a second
+    adapter with a value head on the same base (twice the adapter's memory, about twice the training time)."""
 
-    kl_coef: float = derived(_default_kl, "0.01 for `grpo`, else 0", ge=0, le=100)
-    """Weight of the KL divergence to the reference policy (the base without adapter). 0 skips the reference pass and
-    its time."""
+    kl_coef: float = derived(
+        of_algorithm("kl_coef"),
+        "0.01 for `grpo`, `rloo`, `reinforce_pp`, its baseline variant and `ppo`, else 0",
+        ge=0,
+        le=100,
+    )
+    """Weight of the KL divergence to `kl_reference`. 0 skips the reference pass and its time."""
 
-    kl_placement: Literal["loss", "reward"] = "loss"
-    """`loss` adds the k3 estimate per token to the loss; `reward` takes from each token's advantage `kl_coef` times the
-    k1 estimate summed over that token and those after it, once the group's rewards are centred and scaled."""
+    kl_placement: Literal["loss", "reward"] = derived(
+        of_algorithm("kl_placement"), "`reward` for `rloo`, `reinforce_pp` and `ppo`, else `loss`"
+    )
+    """`loss` adds the estimate per token to the loss; `reward` takes from each token's advantage `kl_coef` times the
+    estimates of that token and those after it. With group baselines that happens once the group's rewards are centred
+    and scaled; under `ppo` and with `advantage_scale: batch` it is part of the rewards, and the reference is scored
+    before the batch is trained."""
 
-    clip_range: float | None = Field(default=0.2, gt=0, le=1)
+    kl_estimator: Literal["k1", "k2", "k3"] = derived(
+        lambda values: "k1" if values["kl_placement"] == "reward" else of_algorithm("kl_estimator")(values),
+        "`k1` in the reward, `k2` for `reinforce_pp_baseline`, else `k3`",
+    )
+    """With d = log π - log π_ref: `k1` d, unbiased and of either sign; `k2` d²/2, whose gradient as a loss is the KL's;
+    `k3` exp(-d) - 1 + d, never negative. `k1` in the loss has no gradient on average and is refused there, unless
+    `kl_unbiased`."""
+
+    kl_level: Literal["token", "sequence"] = "token"
+    """`sequence` estimates from a whole rollout's log-ratio; in the reward it is taken from the rollout's reward before
+    anything is compared."""
+
+    kl_unbiased: bool = False
+    """Weigh the estimate in the loss by the importance ratio, gradient included (DeepSeek-V3.2): right for samples of
+    an older policy too."""
+
+    kl_target: float | None = Field(default=None, gt=0)
+    """KL in nats a token (the metric `kl_mean`) that `kl_coef` is steered to from batch to batch: above it the weight
+    rises, below it falls, within a hundredth and a hundred times `kl_coef`. `null` keeps the weight."""
+
+    kl_horizon: int = Field(default=10_000, ge=1)
+    """Rollouts in which the weight changes by a fifth while the KL is far from `kl_target`."""
+
+    kl_reference: Literal["base", "moving"] | LocalPath = Field(
+        default="base", json_schema_extra={"allowed": "base, moving, or a path"}
+    )
+    """`base` is the model without adapter; `moving` a copy of the policy, made anew every `kl_reference_every` batches;
+    a path names an adapter on this base in PEFT format (RUN_DIR/adapter), or another model with the same vocabulary,
+    which is loaded beside the base."""
+
+    kl_reference_every: int = Field(default=50, ge=1)
+    """Batches between two copies of a `moving` reference."""
+
+    clip_range: float | None = derived(of_algorithm("clip_range"), "0.2; 3e-4 for `gspo`, 1 for `cispo`", gt=0, le=1)
     """Lower clip of the importance ratio: no gain from pushing it below 1 - clip_range. `null` leaves the ratio
-    unclipped on both sides, which is refused when samples may be older than one batch."""
+    unclipped on both sides, which is refused when samples may be older than one batch and no correction bounds them."""
 
     clip_range_high: float | None = derived(
-        _default_clip_high, "`clip_range` (`dapo`: 0.28 if that is more)", gt=0, le=100
+        clip_high, "`clip_range`, or if that is more 0.28 for `dapo`, 4e-4 for `gspo`, 4 for `cispo`", gt=0, le=100
     )
     """Upper clip: no gain from pushing the ratio above 1 + clip_range_high."""
 
-    advantage_scale: Literal["std", "none"] = derived(
-        lambda values: "none" if values["algorithm"] == "dr_grpo" else "std", "`none` for `dr_grpo`, else `std`"
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of a token with a negative advantage by this many times the advantage (arXiv 1912.09729; 3 is
+    usual). `null` bounds nothing."""
+
+    correction: Literal["none", "tis", "mis", "icepop", "decoupled", "opsm"] = "none"
+    """What a sample of an older policy counts. `none`: the ratio is taken against the sampler's log-probs, and its clip
+    is all that bounds it. The others but `opsm` take the ratio against the policy with which the batch begins, and
+    weigh each sample by that policy over the sampler: `tis` with the weight cut at `correction_high`; `mis` with 0
+    outside the bounds; `icepop` the same for single tokens; `decoupled` as `tis` for single tokens (AReaL's PPO).
+    `opsm` leaves out answers with a negative advantage from which the policy has drifted away."""
+
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """What a weight of `tis` and `mis` belongs to: a token; a rollout, by the product of its ratios; or a rollout, by
+    their geometric mean, which does not grow with the length. With whole rollouts `mis` scores the batch beforehand, so
+    that what it leaves out is no part of a baseline."""
+
+    correction_low: float = derived(of_correction("low"), "0.5 for `mis` and `icepop`, else 0", ge=0, le=1)
+    """Smallest weight that `mis` and `icepop` keep."""
+
+    correction_high: float | None = derived(
+        of_correction("high"), "2 for `tis` and `mis`, 5 for `icepop` and `decoupled`, 0.1 for `opsm`", gt=0
     )
-    """`std` divides a group's centred rewards by their sample standard deviation; `none` leaves them in reward units. A
-    group of equal rewards gives exactly 0 either way."""
+    """Largest weight; for `opsm` the mean drift in nats a token. `null` is no bound, which is refused when samples may
+    be older than one batch."""
+
+    correction_veto: float | None = Field(default=None, gt=0, lt=1)
+    """`mis` leaves out a rollout with any token whose ratio is below this; 1e-4 is usual. `null` looks at no token."""
+
+    advantage_scale: Literal["std", "none", "batch"] = derived(
+        of_algorithm("advantage_scale"),
+        "`none` for `dr_grpo` and `rloo`, `batch` for `reinforce_pp`, its baseline variant and `ppo`, else `std`",
+    )
+    """`std` divides a group's centred rewards by their sample standard deviation; `none` leaves them in reward units;
+    `batch` whitens over all trained tokens of the batch. A group of equal rewards gives exactly 0 with a group's
+    baseline."""
 
     aggregation: Literal[
         "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm", "token_sum"
     ] = derived(
-        lambda values: "seq_mean_token_sum_norm" if values["algorithm"] == "dr_grpo" else "token_mean",
-        "`seq_mean_token_sum_norm` for `dr_grpo`, else `token_mean`",
+        of_algorithm("aggregation"),
+        "`seq_mean_token_sum_norm` for `dr_grpo`, `seq_mean_token_mean` for `gspo`, `seq_mean_token_sum` for `rloo`,"
+        " else `token_mean`",
     )
     """How token losses become one number, with denominators counted over the whole batch: mean over tokens; mean over
     rollouts of the sum, of the mean, or of the sum divided by `rollout.max_new_tokens`; or the plain sum."""
+
+    ppo_epochs: int = Field(default=1, ge=1, le=1000)
+    """Passes over each batch. With more than one optimizer step a batch, it is scored beforehand."""
+
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps in one pass, each on an equal share of the batch's groups."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of rewards per token the model wrote, for `ppo` and `reinforce_pp`."""
+
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Discount of later errors in `ppo`'s advantages: 1 trusts rewards alone, less trusts the critic."""
+
+    critic_lr: float | None = Field(default=None, gt=0, le=1)
+    """Peak learning rate of `ppo`'s critic. `null` is `optimizer.lr`."""
+
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """Batches at the start in which `ppo`'s critic learns alone."""
+
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move in one batch before `ppo`'s critic earns nothing from moving it on. `null` bounds
+    nothing."""
+
+    dynamic_sampling: bool = derived(of_algorithm("dynamic_sampling"), "`true` for `dapo`, else `false`")
+    """Groups of equal rewards are dropped as they finish, and another prompt takes their place, so that every trained
+    group teaches something. Costs their sampling; a run whose groups never differ ends with an error."""
+
+    overlong: Literal["keep", "filter", "punish"] = derived(
+        of_algorithm("overlong"), "`punish` for `dapo`, else `keep`"
+    )
+    """Answers near `rollout.max_new_tokens`: `keep` trains them as they are, `filter` leaves out those that were cut,
+    `punish` takes up to 1 from the reward within the last `overlong_buffer` tokens."""
+
+    overlong_buffer: int | None = Field(default=None, ge=1)
+    """Tokens before the limit over which the punishment grows from 0 to 1. `null` is a fifth of
+    `rollout.max_new_tokens`, as DAPO's 4096 of 20480."""
+
+    max_train_tokens: int | None = Field(default=None, ge=1)
+    """Train only the first tokens of longer completions: bounds the trainer's memory while answers may be longer. The
+    metrics `train_cut_rollouts` and `train_cut_bytes` say what was left out. `null` trains all."""
 
     samples_per_prompt: int = Field(default=8, ge=2, le=65536)
     """Rollouts per prompt, which form one group; a rollout's baseline is its group's mean, so at least 2."""

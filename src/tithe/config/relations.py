@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tithe.config.doubtful import learning_warnings
+from tithe.config.objective_rules import objective_problems
 from tithe.config.phases import phase_problems
 from tithe.config.sections import RunSections
 from tithe.errors import ConfigError
-
-LAG_WITHOUT_CLIP = 1
-"""Oldest sample, in batches, that an unclipped importance weight may be applied to."""
 
 LAG_WITH_WIDE_CLIP = 8
 """Oldest sample, in batches, before a loss that hardly clips deserves a warning."""
@@ -24,7 +22,7 @@ _Problem = tuple[str, str]
 
 def check_relations(cfg: RunSections) -> None:
     """Raise one `ConfigError` that lists every broken relation; `.key` is the first one's key to change."""
-    checks = (_sizes, _staleness, _clipping, _formats, _full, _rewards, phase_problems)
+    checks = (_sizes, _staleness, objective_problems, _formats, _full, _rewards, phase_problems)
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(f"{key} = {message}" for key, message in problems), key=problems[0][0])
@@ -66,21 +64,6 @@ def _staleness(cfg: RunSections) -> Iterator[_Problem]:
     elif rl.sync_every > by_age:
         reason = "the sampler would wait for a version that never comes; lower it, or raise rl.max_sample_age"
         yield "rl.sync_every", f"{rl.sync_every} is more than rl.max_sample_age + 1 = {by_age}: {reason}"
-
-
-def _clipping(cfg: RunSections) -> Iterator[_Problem]:
-    rl = cfg.rl
-    if rl.clip_range is not None:
-        if rl.clip_range_high is None:
-            yield "rl.clip_range_high", f"null while rl.clip_range = {rl.clip_range}; give a number, or leave it out"
-        return
-    if rl.clip_range_high is not None:
-        yield "rl.clip_range_high", f"{rl.clip_range_high} while rl.clip_range is null; give both, or leave this out"
-    late = [name for name in ("max_policy_update_lag", "max_sample_age") if getattr(rl, name) > LAG_WITHOUT_CLIP]
-    if late:
-        keys = " and ".join(f"rl.{name} = {getattr(rl, name)}" for name in late)
-        remedy = f"give a clip such as 0.2, or lower {'both' if len(late) > 1 else 'that'} to {LAG_WITHOUT_CLIP}"
-        yield "rl.clip_range", f"null (unclipped importance weight) is known to diverge with {keys}; {remedy}"
 
 
 def _formats(cfg: RunSections) -> Iterator[_Problem]:
@@ -152,6 +135,7 @@ def _warn_about_policy(cfg: RunSections) -> Iterator[str]:
     oldest = max(rl.max_policy_update_lag, rl.max_sample_age)
     low, high = rl.clip_range, rl.clip_range_high
     clips = low is not None and high is not None and low < 1 and high <= 1
+    clips = clips or rl.correction != "none"
     if oldest > LAG_WITH_WIDE_CLIP and not clips:
         yield (
             f"rl.clip_range = {low} and rl.clip_range_high = {high} hardly clip while samples may be {oldest} batches "

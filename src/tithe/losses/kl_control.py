@@ -32,7 +32,7 @@ class KLControl:
         if not 0 <= self.floor <= self.ceiling:
             raise ConfigError(f"the KL weight stays within [{self.floor}, {self.ceiling}], which is empty")
 
-    def next(self, coef: float, kl: float, rollouts: int) -> float:
+    def next(self, coef: float, kl: float, rollouts: float) -> float:
         """The weight after a batch of `rollouts` with mean KL `kl`: above the target more, below it less."""
         if self.target is None:
             return coef

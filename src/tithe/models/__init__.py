@@ -17,6 +17,7 @@ from tithe.models.ranks import ALONE, Agreed, Ranks
 from tithe.models.routing import check_replay
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
 from tithe.models.training import Capacity, TrainPass, norm_backward
+from tithe.models.value_head import new_value_head, score_values
 
 __all__ = [
     "ALONE",
@@ -49,9 +50,11 @@ __all__ = [
     "check_replay",
     "choose",
     "load_model",
+    "new_value_head",
     "norm_backward",
     "on_ranks",
     "page_layout",
+    "score_values",
     "score_with_gradient",
     "serve",
     "share_outer",

@@ -11,7 +11,7 @@ from tithe.orchestration.admission import GroupSizes
 from tithe.orchestration.control import RunControl, StopReason
 from tithe.orchestration.counters import RolloutCounters
 from tithe.orchestration.evaluate import Answer, Evaluation, QuestionResult, evaluate
-from tithe.orchestration.learner import AdvantagesFn, Learner
+from tithe.orchestration.learner import AdvantagesFn, Learner, UpdatePlan
 from tithe.orchestration.playing import Player, RenderFn, generate_with
 from tithe.orchestration.rollout_loop import RolloutLoop, RolloutPlan
 from tithe.orchestration.run import run_training
@@ -39,6 +39,7 @@ __all__ = [
     "TrainLoop",
     "TrainOutcome",
     "TrainPlan",
+    "UpdatePlan",
     "evaluate",
     "generate_with",
     "run_training",

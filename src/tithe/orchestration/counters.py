@@ -32,6 +32,7 @@ class RolloutCounters:
         self._busy_since_s = 0.0
         self._busy_s = 0.0
         self._tokens = 0
+        self._equal = 0
         self._failures: Counter[str] = Counter()
         self._causes_seen: set[str] = set()
 
@@ -50,6 +51,17 @@ class RolloutCounters:
                 self._busy_s += self._clock() - self._busy_since_s
             self._tokens += sum(len(rollout.token_ids) for rollout in rollouts)
             self._failures.update(str(r.failure.cause) for r in rollouts if r.failure is not None)
+
+    def count_equal(self) -> None:
+        """A group of equal rewards was dropped for it."""
+        with self._lock:
+            self._equal += 1
+
+    def take_equal(self) -> dict[str, float]:
+        """`no_spread_groups` since the last call, once there was any."""
+        with self._lock:
+            equal, self._equal = self._equal, 0
+        return {"no_spread_groups": float(equal)} if equal else {}
 
     def take_speed(self) -> dict[str, float]:
         """`tok_per_s` and `sample_s` (seconds of sampling) since the last call."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tithe.advantages import has_spread
 from tithe.config import Schedule
 from tithe.errors import EngineError, FailureCause, RunError
 from tithe.orchestration.admission import AdmissionRules, GroupSizes, Room
@@ -18,10 +19,14 @@ from tithe.orchestration.control import RunControl
 from tithe.orchestration.counters import RolloutCounters
 from tithe.orchestration.playing import Player
 from tithe.orchestration.served import ServedPolicy, ServedVersion
-from tithe.pool import Admission, Pool
+from tithe.pool import Admission, DropReason, Pool
 from tithe.rewards import penalise_likeness
 from tithe.staleness import Bounds
 from tithe.types import PromptItem, Rollout, RolloutEngine, RolloutGroup, SamplingParams
+
+EQUAL_BATCHES = 10
+"""Batches' worth of rollouts in groups of equal rewards, in a row, before dynamic sampling gives up (as verl's
+`max_num_gen_batches`)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class RolloutPlan:
     group is bound to a version only when the engine has room for it. `failed_batches` is how many batches' worth of
     rollouts may fail in a row, in groups of which nothing can be used, before the run ends. `schedule` and `sizes` say
     what changes from batch to batch and from prompt to prompt. `diversity_penalty` is taken off the rewards of a group,
-    times each completion's likeness to the others.
+    times each completion's likeness to the others. `needs_spread` drops groups of equal rewards and lets other prompts
+    take their places (DAPO's dynamic sampling).
     """
 
     params: SamplingParams
@@ -44,6 +50,7 @@ class RolloutPlan:
     schedule: Schedule | None = None
     sizes: GroupSizes = field(default_factory=GroupSizes)
     diversity_penalty: float = 0.0
+    needs_spread: bool = False
 
 
 class RolloutLoop:
@@ -85,7 +92,7 @@ class RolloutLoop:
         self._plan = plan
         self._rules = AdmissionRules(bounds, plan.params, plan.schedule, plan.sizes)
         self._counters = counters
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._equal_in_a_row = 0
         self._groups: set[asyncio.Task[None]] = set()
         self._ended = False
         self._unfinished = 0  # rollouts; only the loop's own thread touches it
@@ -214,7 +221,7 @@ class RolloutLoop:
         self._check_versions(group)
         if any(rollout.failure is None and rollout.reward is not None for rollout in group.rollouts):
             self._failed_in_a_row = 0
-            self._pool.commit(group, pass_rate(group))
+            self._commit(group)
         else:
             self._failed_in_a_row += len(group.rollouts)
             detail = _why_unusable(group)
@@ -223,6 +230,22 @@ class RolloutLoop:
                 failed = f"{self._failed_in_a_row} rollouts in a row are in groups of which nothing can be used"
                 raise RunError(f"{failed}; the last one: {detail}")
         self._control.notify()
+
+    def _commit(self, group: RolloutGroup) -> None:
+        rewards = [r.reward for r in group.rollouts if r.failure is None and r.reward is not None]
+        if not self._plan.needs_spread or has_spread(rewards):
+            self._equal_in_a_row = 0
+            self._pool.commit(group, pass_rate(group))
+            return
+        self._counters.count_equal()
+        self._equal_in_a_row += len(group.rollouts)
+        self._pool.reject(group, f"equal rewards: {rewards[0]:g}", DropReason.NO_SPREAD, pass_rate(group))
+        if self._equal_in_a_row >= EQUAL_BATCHES * self._bounds.batch_rollouts:
+            raise RunError(
+                f"{self._equal_in_a_row} rollouts in a row are in groups of equal rewards, the last one of"
+                f" {rewards[0]:g}, and rl.dynamic_sampling waits for others: give prompts that are neither solved nor"
+                " hopeless, more rl.samples_per_prompt, or set rl.dynamic_sampling to false"
+            )
 
     def _check_versions(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:

@@ -229,6 +229,7 @@ class TrainLoop:
         dropped, self._dropped = self._dropped, 0
         checkpoint_s, self._checkpoint_s = self._checkpoint_s, 0.0
         counted = {"dropped_groups": float(dropped), "checkpoint_s": checkpoint_s, **self._counters.take_failures()}
+        counted |= self._counters.take_equal()
         self._sink.write(self._serial, {**row, **counted})
         gap = self._serial - self._served.oldest_serial()
         self._sink.write(self._serial, {"version_gap": float(gap), **self._counters.take_speed()})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tithe.types import TrainingBatch
+from tithe.types import PerRollout, TrainingBatch
 
 Int64Array = NDArray[np.int64]
 Int32Array = NDArray[np.int32]
@@ -53,6 +53,12 @@ class MicroBatch:
     seq_rollout     int32 [Q]  index of the sequence in its group's `rollouts`
     experts         int32      [R, L, k]: the experts that the sampler took at each row, -1 where that is not known;
                                None when no rollout has any
+    behaviour_logp  f32 [N]    `old_logp` renormalised over what top-p, top-k and min-p kept; None where that
+                               changes nothing
+    prox_logp       f32 [N]    of `BatchScores`, as the next three; None where nothing was scored
+    ref_logp        f32 [N]
+    old_value       f32 [N]    the critic's `value`
+    returns         f32 [N]
     =============== ========== ====================================================================================
 
     Two rollouts [7, 8, 2] and [9] of the prompt [4, 5]:
@@ -88,6 +94,11 @@ class MicroBatch:
     seq_group: Int32Array
     seq_rollout: Int32Array
     experts: Int32Array | None = None
+    behaviour_logp: Float32Array | None = None
+    prox_logp: Float32Array | None = None
+    ref_logp: Float32Array | None = None
+    old_value: Float32Array | None = None
+    returns: Float32Array | None = None
 
     @property
     def n_seqs(self) -> int:
@@ -134,6 +145,7 @@ def lay_out(batch: TrainingBatch, members: Sequence[tuple[int, int]]) -> MicroBa
     last_prompt_row_Q = (seg_start + seg_len - 1)[prompt_of_Q]
 
     offset_N = _ramp(lengths_Q)  # 0..T-1 within each rollout
+    scores = batch.scores
     before_N = np.repeat(own_start_Q, lengths_Q) + offset_N - 1
     return MicroBatch(
         input_ids=np.concatenate(ids_S).astype(np.int64),
@@ -151,7 +163,29 @@ def lay_out(batch: TrainingBatch, members: Sequence[tuple[int, int]]) -> MicroBa
         seq_group=np.array([g for g, _ in members], np.int32),
         seq_rollout=np.array([r for _, r in members], np.int32),
         experts=_experts(batch, members, seg_start, seg_len),
+        behaviour_logp=_behaviour(batch, members),
+        prox_logp=_scored(scores and scores.prox_logp, members),
+        ref_logp=_scored(scores and scores.ref_logp, members),
+        old_value=_scored(scores and scores.value, members),
+        returns=_scored(scores and scores.returns, members),
     )
+
+
+def _behaviour(batch: TrainingBatch, members: Sequence[tuple[int, int]]) -> Float32Array | None:
+    rollouts = [batch.groups[g].rollouts[r] for g, r in members]
+    if all(np.array_equal(r.logp, r.logp_behaviour) for r in rollouts):
+        return None
+    return np.concatenate([r.logp_behaviour for r in rollouts]).astype(np.float32)
+
+
+def _scored(part: PerRollout | None, members: Sequence[tuple[int, int]]) -> Float32Array | None:
+    if part is None:
+        return None
+    found = [part[g][r] for g, r in members]
+    missing = [member for member, one in zip(members, found, strict=True) if one is None]
+    if missing:
+        raise ValueError(f"rollout {missing[0][1]} of group {missing[0][0]} was not scored and cannot be trained")
+    return np.concatenate([one for one in found if one is not None]).astype(np.float32)
 
 
 def _experts(

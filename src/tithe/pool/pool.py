@@ -224,14 +224,20 @@ class Pool:
         with self._store.transaction() as db:
             store_rollouts(db, move_group(db, group.group_id, COMMIT), group, pass_rate)
 
-    def reject(self, group: RolloutGroup, detail: str) -> bool:
-        """Store a finished group of which nothing can be used: RUNNING → DROPPED (failed), its rollouts kept for
-        reading. Returns whether the prompt was put back.
+    def reject(
+        self,
+        group: RolloutGroup,
+        detail: str,
+        reason: DropReason = DropReason.FAILED,
+        pass_rate: float | None = None,
+    ) -> bool:
+        """Store a finished group that is not to be trained: RUNNING → DROPPED, its rollouts kept for reading. Returns
+        whether the prompt was put back; one without spread is not, another takes its place.
         """
         check_group(group)
         with self._store.transaction() as db:
-            store_rollouts(db, move_group(db, group.group_id, REJECT), group, None)
-            return self._leave_dropped(db, group.group_id, group.prompt_id, DropReason.FAILED, detail)
+            store_rollouts(db, move_group(db, group.group_id, REJECT), group, pass_rate)
+            return self._leave_dropped(db, group.group_id, group.prompt_id, reason, detail)
 
     def give_up_running(self) -> int:
         """Delete the running groups and put their prompts back, first in the queue, to be made again under the same
@@ -312,6 +318,7 @@ class Pool:
             (reason, detail, time.time(), group_id),
         )
         is_given_up = reason is DropReason.FAILED and failures_in_a_row(db, prompt_id) >= self._max_failures
+        is_given_up = is_given_up or reason is DropReason.NO_SPREAD
         db.execute(
             "INSERT INTO put_back (prompt_id, n_samples) SELECT ?, n_samples FROM rollout_group WHERE group_id = ?",
             (None if is_given_up else prompt_id, group_id),

@@ -55,12 +55,14 @@ class DropReason(enum.StrEnum):
     """Why a group left without being trained; its prompt is put back.
 
     STALE: too old when its batch began. FAILED: no rollout of it can be used; after several failures in a row the
-    prompt is not put back. NON_FINITE: its optimizer step was skipped.
+    prompt is not put back. NON_FINITE: its optimizer step was skipped. NO_SPREAD: its rewards are equal and
+    `rl.dynamic_sampling` wants others; the prompt is not put back, it comes again in its turn.
     """
 
     STALE = "stale"
     FAILED = "failed"
     NON_FINITE = "non_finite"
+    NO_SPREAD = "no_spread"
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,23 @@ from tithe.trainer.adam import StepResult
 from tithe.trainer.full import FullTrainer
 from tithe.trainer.leading import TRAINER_CARRIERS, TRAINER_ORDERS, LeadingTrainer, TrainerShare
 from tithe.trainer.proof import Perturbed, ScoredBatch, probe_logp, probe_masters, score_groups
+from tithe.trainer.reference import Reference
 from tithe.trainer.schedule import learning_rate
-from tithe.trainer.settings import TrainerSettings
+from tithe.trainer.scoring import BatchScorer, ScoringPlan, rejects_whole_rollouts
+from tithe.trainer.settings import CriticSettings, TrainerSettings
 from tithe.trainer.trainer import Trainer
 
 __all__ = [
     "TRAINER_CARRIERS",
     "TRAINER_ORDERS",
+    "BatchScorer",
+    "CriticSettings",
     "FullTrainer",
     "LeadingTrainer",
     "Perturbed",
+    "Reference",
     "ScoredBatch",
+    "ScoringPlan",
     "StepResult",
     "Trainer",
     "TrainerSettings",
@@ -25,5 +31,6 @@ __all__ = [
     "learning_rate",
     "probe_logp",
     "probe_masters",
+    "rejects_whole_rollouts",
     "score_groups",
 ]

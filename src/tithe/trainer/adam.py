@@ -27,6 +27,16 @@ class StepResult:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class Applied:
+    """What an optimizer step was made with: the gradients' global norm before clipping, the learning rate, and whether
+    everything was finite."""
+
+    norm: float
+    rate: float
+    finite: bool
+
+
 @dataclass
 class Tally:
     """What the micro-batches of one batch add up to. `train_s` is the time of their forward and backward."""
@@ -49,7 +59,7 @@ class Adam:
     """
 
     def __init__(self, masters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
-        self._masters, self._settings = dict(masters), settings
+        self._masters, self.settings = dict(masters), settings
         self._adamw = torch.optim.AdamW(
             list(self._masters.values()),
             lr=settings.lr,
@@ -64,14 +74,19 @@ class Adam:
     def step(self, grads: Mapping[str, Tensor], tally: Tally) -> StepResult:
         """One step on a batch's gradients, clipped by global norm (they are scaled in place); skipped when the loss or
         the norm is not finite. A batch without micro-batches changes nothing."""
-        s = self._settings
-        norm = float(whole(torch.nn.utils.get_total_norm(list(grads.values()))))
-        finite = bool(np.isfinite(norm) and np.isfinite(tally.loss))
-        rate = s.rate(self.steps)
-        metrics = {"loss": tally.loss, "grad_norm": norm, "lr": rate, "train_compute_s": tally.train_s}
+        applied = self.apply(grads, tally.loss if tally.metrics else None)
+        metrics = {"loss": tally.loss, "grad_norm": applied.norm, "lr": applied.rate, "train_compute_s": tally.train_s}
         if tally.metrics:
             metrics.update(summarize(tally.metrics))
-        if finite and tally.metrics:
+        return StepResult(metrics, skipped=not applied.finite)
+
+    def apply(self, grads: Mapping[str, Tensor], loss: float | None) -> Applied:
+        """As `step`, without metrics; a loss of None is that of nothing, and changes nothing."""
+        s = self.settings
+        norm = float(whole(torch.nn.utils.get_total_norm(list(grads.values()))))
+        finite = bool(np.isfinite(norm) and (loss is None or np.isfinite(loss)))
+        rate = s.rate(self.steps)
+        if finite and loss is not None:
             scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
             for name, grad in grads.items():
                 self._masters[name].grad = grad.mul_(scale)
@@ -80,7 +95,7 @@ class Adam:
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self.steps += 1
-        return StepResult(metrics, skipped=not finite)
+        return Applied(norm, rate, finite)
 
     # ------------------------------------------------------------------ state
 

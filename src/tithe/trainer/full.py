@@ -25,6 +25,7 @@ from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.full_model import FullPolicy, load_full, unpack, write_full
 from tithe.trainer.full_shard import copy_whole, shard, whole
+from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
 from tithe.trainer.proof import answer_of, probe_group, score_packed
 from tithe.trainer.settings import TrainerSettings
@@ -64,8 +65,14 @@ class FullTrainer:
             for p in named.values():
                 p.data = p.data.detach().to(dtype)  # parameters only: rotary tables stay float32
         self._adam = Adam(self._masters, settings)
+        self._kl = KLWeight(settings)
         self._tally = Tally()
         self._denominators: Denominators | None = None
+
+    @property
+    def kl_coef(self) -> float:
+        """The weight of the KL now."""
+        return self._kl.of(self.settings)
 
     # ------------------------------------------------------------------ a batch
 
@@ -87,13 +94,13 @@ class FullTrainer:
         assert self._denominators is not None
         started = time.perf_counter()
         rows = unpack(micro)
-        reference = None
-        if self._reference is not None:
+        reference = micro.ref_logp
+        if reference is None and self._reference is not None:
             with torch.no_grad():
                 reference = self._reference(*rows)[0].numpy()
         logp, entropy = self.policy(*rows)
-        given = loss_input(micro, logp, entropy, reference, self._denominators, self.settings)
-        output = LOSSES[self.settings.algorithm](given, self.settings.loss)
+        given = loss_input(micro, logp, entropy, reference, self._denominators, self.settings, self.kl_coef)
+        output = LOSSES[self.settings.algorithm](*given)
         (output.loss * self._ranks).backward()  # ranks average gradients, whose denominators are the batch's
         self._collect()
         self._tally.add(output, started)
@@ -118,9 +125,14 @@ class FullTrainer:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
         grads = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
         self._tally.loss = self._sum_over_ranks(self._tally.loss)
+        self._adam.settings = self.settings
         result = self._adam.step(grads, self._tally)
         if self._tally.metrics and not result.skipped:
             self._cast()
+            assert self._denominators is not None
+            if self.kl_coef > 0:
+                result.metrics["kl_coef"] = self.kl_coef
+            self._kl.observe(self.settings, result.metrics, self._denominators.n_seqs)
         self._zero_gradients()
         return result
 
@@ -139,6 +151,17 @@ class FullTrainer:
                     parameter.copy_(self._masters[name])
 
     # ------------------------------------------------------------------ scoring and publishing
+
+    def score_policy(self, micro: MicroBatch) -> np.ndarray:
+        """log-probs [N] under the policy as it is."""
+        with torch.no_grad():
+            return self.policy(*unpack(micro))[0].numpy()
+
+    def score_reference(self, micro: MicroBatch) -> np.ndarray:
+        """log-probs [N] under the frozen base."""
+        assert self._reference is not None
+        with torch.no_grad():
+            return self._reference(*unpack(micro))[0].numpy()
 
     def score(self, groups: Sequence[RolloutGroup], policy: FullPolicy | None = None) -> list[list[np.ndarray | None]]:
         """Per group, per rollout: log-probs [T] as training computes them (None where nothing was sampled).
@@ -181,18 +204,19 @@ class FullTrainer:
         model = {f"model/{name}": whole(master.detach()) for name, master in self._masters.items()}
         return model | self._adam.state_tensors()
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """The numbers that go with `state_tensors`."""
-        return self._adam.state()
+        return {**self._adam.state(), **self._kl.state()}
 
-    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
         """Take back what `state_tensors` and `state` gave, bit for bit, on any number of ranks. Raises `ResumeError`
         naming what is missing."""
         wanted = {f"model/{name}": master.shape for name, master in self._masters.items()}
         wrong = sorted(name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape)
         if wrong:
             raise ResumeError(f"the checkpoint lacks weights of this run or has others: {', '.join(wrong[:4])}")
-        self._adam.load_state(tensors, state)
+        self._adam.load_state(tensors, {name: int(state[name]) for name in self._adam.state()})
+        self._kl.load_state(state)
         with torch.no_grad():
             for name, master in self._masters.items():
                 copy_whole(master, tensors[f"model/{name}"])

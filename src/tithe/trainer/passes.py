@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tithe.models import (
     CHUNK_ROWS,
+    PAGE,
     AdapterGradients,
     Capacity,
     Decoder,
     Head,
+    KVPages,
     PageLayout,
     ScoredRows,
     TrainAdapter,
@@ -45,6 +47,15 @@ class Passes:
         self.agreeing, self.replayed = 0, 0
         """Replayed choices of experts that the policy would have made anyhow, and all replayed ones."""
 
+    @property
+    def row_bytes(self) -> int:
+        """What a micro-batch keeps of each row for its backward: the residual stream, hidden rows of the MLP, keys and
+        values."""
+        spec, operand = self.decoder.spec, self.decoder.options.operand_dtype
+        layers = 1 if self._checkpointing else spec.n_layers
+        hidden = 4 * spec.hidden_size + 2 * self.decoder.dense_width * operand.itemsize
+        return spec.n_layers * 4 * spec.hidden_size + layers * hidden + KVPages.page_bytes(spec, operand) // PAGE
+
     def take_agreement(self) -> float | None:
         """The share of replayed choices that the policy would have made anyhow, since the last call; None for none."""
         share = self.agreeing / self.replayed if self.replayed else None
@@ -61,14 +72,21 @@ class Passes:
             )
         return self._pass
 
-    def score(self, micro: MicroBatch, adapter: TrainAdapter | None) -> np.ndarray:
+    def score(self, micro: MicroBatch, adapter: TrainAdapter | None, *, replaying: bool | None = None) -> np.ndarray:
         """log-probs [N] of a micro-batch's targets at their temperatures, nothing kept, dropout off.
 
-        A policy that did not sample (a reference: no adapter) chooses its experts itself.
+        A policy that did not sample chooses its experts itself (`replaying` False; None: that of no adapter).
         """
-        _, x = self._forward(micro, adapter, keep=False, dropout_seed=None, replaying=adapter is not None)
+        replaying = adapter is not None if replaying is None else replaying
+        _, x = self._forward(micro, adapter, keep=False, dropout_seed=None, replaying=replaying)
         logp, _ = self.head.score(x[torch.from_numpy(micro.target_rows)], micro.target_ids, micro.temperature)
         return logp
+
+    def hidden(self, micro: MicroBatch, adapter: TrainAdapter, *, keep: bool) -> Tensor:
+        """Residual rows x [N, H] of the states before the targets, dropout off, experts chosen freely; with `keep`
+        `backward` must follow."""
+        _, x = self._forward(micro, adapter, keep=keep, dropout_seed=None, replaying=False)
+        return x[torch.from_numpy(micro.target_rows)]
 
     def forward(
         self, micro: MicroBatch, adapter: TrainAdapter, *, dropout_seed: int | None, entropy_gradient: bool

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from tithe.losses import LossSettings
+from tithe.losses import KLControl, LossSettings
 from tithe.trainer.schedule import Scheduler, learning_rate
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    """A second adapter with a value head. `lr` is its peak learning rate, `value_clip` how far a value may move in one
+    batch before its loss is clipped (None: not), `warmup_steps` how many optimizer steps it learns alone."""
+
+    lr: float
+    value_clip: float | None = 0.2
+    warmup_steps: int = 0
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
     """Objective, optimizer and memory. Names are those of the configuration's `rl` and `optimizer`.
 
-    `norm_tokens` is the constant length of `seq_mean_token_sum_norm` (rollout.max_new_tokens), `kl_coef` weighs the k3
-    estimate in the loss or, with `kl_placement` reward, the per-token k1 penalty on the advantage. `total_steps`
-    shapes the schedule. `micro_batch_tokens` bounds the rows of a micro-batch, the trainer's peak memory.
+    `norm_tokens` is the constant length of `seq_mean_token_sum_norm` (rollout.max_new_tokens). `kl_coef` weighs the KL
+    to the reference, in the loss or, with `kl_placement` reward, as a penalty per token on the advantage; with a target
+    in `kl_control` it is where that weight begins. `reference_every`: optimizer steps after which the reference becomes
+    a copy of the policy, None: it stays. A batch is trained in `ppo_epochs` passes of `mini_batches` optimizer steps
+    each. `total_steps` shapes the schedule, in optimizer steps. `micro_batch_tokens` bounds the rows of a micro-batch,
+    the trainer's peak memory. `critic` None: no critic.
     """
 
     algorithm: str
@@ -23,6 +36,11 @@ class TrainerSettings:
     norm_tokens: int
     kl_coef: float = 0.0
     kl_placement: Literal["loss", "reward"] = "loss"
+    kl_control: KLControl = field(default_factory=KLControl)
+    reference_every: int | None = None
+    ppo_epochs: int = 1
+    mini_batches: int = 1
+    critic: CriticSettings | None = None
     lr: float = 2e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -37,6 +55,11 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     dropout: float = 0.0
     seed: int = 0
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that a batch is trained with."""
+        return self.ppo_epochs * self.mini_batches
 
     def rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`, the first being 0."""

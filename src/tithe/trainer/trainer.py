@@ -18,9 +18,12 @@ from tithe.losses import LOSSES, Denominators, denominators
 from tithe.models import ALONE, AdapterGradients, Decoder, IdlePass, Ranks, TrainAdapter, stack_experts
 from tithe.packing import MicroBatch
 from tithe.trainer.adam import Adam, StepResult, Tally
+from tithe.trainer.critic import Critic
+from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
 from tithe.trainer.passes import Passes
 from tithe.trainer.ranks import Sums, check_alike, plan_for_ranks, sum_gradients, take_part
+from tithe.trainer.reference import Reference
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
 
@@ -39,7 +42,12 @@ class Trainer:
         tensors: Mapping[str, Tensor],
         settings: TrainerSettings,
         ranks: Ranks = ALONE,
+        *,
+        reference: Reference | None = None,
+        critic: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """`tensors` are the adapter's first values; `critic` those of a critic's, with `settings.critic`. `reference`
+        None: the bare base, or with `reference_every` a copy of the policy."""
         self.decoder, self.spec, self.settings, self.ranks = decoder, spec, settings, ranks
         together = sorted(stack_experts(tensors).items())
         self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in together}
@@ -53,9 +61,19 @@ class Trainer:
             checkpointing=settings.activation_checkpointing,
             dropout=settings.dropout,
         )
+        self.reference = reference or Reference(self.passes)
+        if settings.reference_every is not None:
+            self.reference.take(self._masters, spec)
+        self.critic = Critic(self.passes, spec, critic, settings) if critic is not None else None
+        self._kl = KLWeight(settings)
         self._tally = Tally()
         self._denominators: Denominators | None = None
         self._micro_index = 0
+
+    @property
+    def kl_coef(self) -> float:
+        """The weight of the KL now."""
+        return self._kl.of(self.settings)
 
     # ------------------------------------------------------------------ a batch
 
@@ -65,6 +83,8 @@ class Trainer:
         self._tally, self._micro_index = Tally(), self.ranks.rank
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
         self._gradients = AdapterGradients(self.decoder, self._adapter) if micros else None
+        if self.critic is not None:
+            self.critic.begin()
         return own
 
     def accumulate(self, micro: MicroBatch) -> None:
@@ -78,16 +98,19 @@ class Trainer:
             take_part(self._idle, self._adapter, self._gradients, settings)
             self._micro_index += self.ranks.size
             return
-        reference = self.passes.score(micro, None) if settings.kl_coef > 0 else None
+        if self.critic is not None:
+            self.critic.accumulate(micro, self._denominators)
+            if self._critic_learns_alone:
+                return
+        reference = self._reference_of(micro)
         seed = self._dropout_seed() if settings.dropout > 0 else None
         self._micro_index += self.ranks.size
         bonus = settings.loss.entropy_coef > 0
         scored, rows = self.passes.forward(micro, self._adapter, dropout_seed=seed, entropy_gradient=bonus)
         logp = torch.from_numpy(scored.logp).requires_grad_()
         entropy = torch.from_numpy(scored.entropy).requires_grad_(bonus)
-        output = LOSSES[settings.algorithm](
-            loss_input(micro, logp, entropy, reference, self._denominators, settings), settings.loss
-        )
+        given = loss_input(micro, logp, entropy, reference, self._denominators, settings, self.kl_coef)
+        output = LOSSES[settings.algorithm](*given)
         output.loss.backward()
         assert logp.grad is not None
         d_normed = logp.grad[:, None] * scored.d_logp
@@ -95,6 +118,24 @@ class Trainer:
             d_normed += entropy.grad[:, None] * scored.d_entropy
         self.passes.backward(micro, rows, d_normed, self._gradients)
         self._tally.add(output, started)
+
+    @property
+    def _critic_learns_alone(self) -> bool:
+        critic = self.settings.critic
+        return critic is not None and self.optimizer_step < critic.warmup_steps
+
+    def _reference_of(self, micro: MicroBatch) -> np.ndarray | None:
+        if micro.ref_logp is not None:
+            return micro.ref_logp
+        return self.reference.score(micro) if self.kl_coef > 0 else None
+
+    def score_policy(self, micro: MicroBatch) -> np.ndarray:
+        """log-probs [N] under the policy as it is."""
+        return self.passes.score(micro, self._adapter)
+
+    def score_reference(self, micro: MicroBatch) -> np.ndarray:
+        """log-probs [N] under the reference."""
+        return self.reference.score(micro)
 
     def _dropout_seed(self) -> int:
         """32 bits that follow (run seed, step, micro-batch), for run seeds of any size."""
@@ -109,6 +150,7 @@ class Trainer:
         if self.ranks.size > 1:
             grads = sum_gradients(self.ranks, grads, self.decoder.n_experts)
             self._sum_over_ranks()
+        self._adam.settings = self.settings
         result = self._adam.step(grads, self._tally)
         agreement = self.passes.take_agreement()
         if agreement is not None:
@@ -116,8 +158,21 @@ class Trainer:
         if self._tally.metrics and not result.skipped:
             check_alike(self.ranks, self._masters)
             self._rebuild()
+            self._steer(result.metrics)
+        if self.critic is not None and self._denominators is not None:
+            result.metrics.update(self.critic.step())
         self._gradients = None
         return result
+
+    def _steer(self, metrics: dict[str, float]) -> None:
+        """After a step: the KL's weight follows the KL, a moving reference the policy."""
+        settings = self.settings
+        if self.kl_coef > 0:
+            metrics["kl_coef"] = self.kl_coef
+        assert self._denominators is not None
+        self._kl.observe(settings, metrics, self._denominators.n_seqs)
+        if settings.reference_every is not None and self.optimizer_step % settings.reference_every == 0:
+            self.reference.take(self._masters, self.spec)
 
     def _sum_over_ranks(self) -> None:
         own = self._tally
@@ -152,25 +207,42 @@ class Trainer:
         No copies, as in `adapter_tensors`.
         """
         adapter = {f"adapter/{name}": t for name, t in self.adapter_tensors().items()}
+        if self.settings.reference_every is not None:
+            adapter |= {f"reference/{name}": t for name, t in self.reference.tensors().items()}
+        if self.critic is not None:
+            adapter |= self.critic.state_tensors()
         return adapter | self._adam.state_tensors()
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """The numbers that go with `state_tensors`."""
-        return self._adam.state()
+        return {**self._adam.state(), **self._kl.state(), **(self.critic.state() if self.critic is not None else {})}
 
-    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
         """Take back what `state_tensors` and `state` gave, bit for bit. Raises `ResumeError` naming what is missing."""
         adapter = {n.removeprefix("adapter/"): t for n, t in tensors.items() if n.startswith("adapter/")}
         if {n: t.shape for n, t in adapter.items()} != {n: m.shape for n, m in self._masters.items()}:
             known = {n: m.shape for n, m in self._masters.items()}
             odd = sorted(n for n in adapter.keys() | known if n not in adapter or known.get(n) != adapter[n].shape)
             raise ResumeError(f"the checkpoint's adapter has other tensors than this run: {', '.join(odd[:4])}")
-        self._adam.load_state(tensors, state)
+        copied = {n.removeprefix("reference/"): t for n, t in tensors.items() if n.startswith("reference/")}
+        if self.settings.reference_every is not None and copied.keys() != adapter.keys():
+            raise ResumeError("the checkpoint lacks the moving reference of this run")
+        if self.critic is not None:
+            self.critic.load_state(tensors, state)
+        self._adam.load_state(tensors, {name: int(state[name]) for name in self._adam.state()})
+        self._kl.load_state(state)
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(adapter[name])
         self._rebuild()
+        if self.settings.reference_every is not None:
+            self.reference.take(copied, self.spec)
 
     def memory_bytes(self) -> int:
-        """Masters, gradient sums and Adam state (two moments)."""
-        return 4 * sum(master.numel() * master.element_size() for master in self._masters.values())
+        """Masters, gradient sums and Adam state (two moments), a reference's copy of an adapter, and the critic's."""
+        own = 4 * sum(master.numel() * master.element_size() for master in self._masters.values())
+        return own + self.reference.memory_bytes() + self.critic_bytes()
+
+    def critic_bytes(self) -> int:
+        """Of `memory_bytes`, the critic's."""
+        return 0 if self.critic is None else self.critic.memory_bytes()

@@ -1,10 +1,12 @@
 """The data carriers and the six protocols every other room speaks."""
 
 from tithe.types.carriers import (
+    BatchScores,
     Completion,
     ExpertArray,
     FinishReason,
     GenerateRequest,
+    PerRollout,
     PolicyVersion,
     PromptItem,
     Rollout,
@@ -15,6 +17,7 @@ from tithe.types.carriers import (
 from tithe.types.protocols import Env, GenerateFn, MetricSink, RewardFn, RolloutEngine, WeightChannel
 
 __all__ = [
+    "BatchScores",
     "Completion",
     "Env",
     "ExpertArray",
@@ -22,6 +25,7 @@ __all__ = [
     "GenerateFn",
     "GenerateRequest",
     "MetricSink",
+    "PerRollout",
     "PolicyVersion",
     "PromptItem",
     "RewardFn",

@@ -176,14 +176,40 @@ class RolloutGroup:
         return min(serials, default=self.admitted_serial)
 
 
+PerRollout = Sequence[Sequence[FloatArray | None]]
+"""`x[i][j]` has shape [T] for rollout j of group i; None where nothing is known."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchScores:
+    """What a batch was scored with before it is trained, each part in the order of its groups, or None.
+
+    `prox_logp`: log-probs under the weights with which the batch begins; `ref_logp`: under the reference; `value`: the
+    critic's before each token; `returns`: what the critic shall learn. `kl_coef` is the weight of the KL then, and
+    `rejected` names rollouts (group index, rollout index) that a correction leaves out whole.
+
+    >>> BatchScores(value=[[np.zeros(3, np.float32), None]]).rejected
+    frozenset()
+    """
+
+    prox_logp: PerRollout | None = None
+    ref_logp: PerRollout | None = None
+    value: PerRollout | None = None
+    returns: PerRollout | None = None
+    kl_coef: float = 0.0
+    rejected: frozenset[tuple[int, int]] = frozenset()
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
     """What the trainer receives: whole groups plus one advantage array per rollout.
 
     `advantages[i][j]` has shape [T] for rollout j of group i, in the order of `groups[i].rollouts`; rollouts that
-    are not trained have `None`. `serial` is the trainer's serial when the batch begins.
+    are not trained have `None`. `serial` is the trainer's serial when the batch begins; `scores` is what is known of it
+    beforehand, where an algorithm needs that.
     """
 
     groups: Sequence[RolloutGroup]
-    advantages: Sequence[Sequence[FloatArray | None]]
+    advantages: PerRollout
     serial: int
+    scores: BatchScores | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tithe.advantages import batch_advantages
+from tithe.advantages import AdvantagePlan, make_advantages
 from tithe.config import Schedule
 from tithe.errors import EngineError
 from tithe.orchestration import (
@@ -229,7 +229,7 @@ class World:
         self.learner = Learner(
             trainer=self.trainer,
             lane=InlineLane(),
-            advantages=lambda groups: batch_advantages(groups, "std"),
+            advantages=lambda groups, _: make_advantages(groups, AdvantagePlan()),
             control=self.control,
         )
         self.train = TrainLoop(

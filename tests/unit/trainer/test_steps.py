@@ -18,6 +18,7 @@ from tithe.trainer import Trainer, TrainerSettings, learning_rate, probe_masters
 from tithe.types import TrainingBatch
 
 EXACT = replace(SETTINGS, beta1=0.0, max_grad_norm=1e30)
+IN_REWARD = LossSettings(aggregation=Aggregation.TOKEN_MEAN, kl_estimator="k1")
 
 
 def token_mean(**terms: float) -> LossSettings:
@@ -220,7 +221,7 @@ def test_kl_in_the_loss_alone_pulls_back(exact) -> None:
 
 
 def test_kl_in_the_reward_is_what_each_token_answers_for(exact) -> None:
-    settings = replace(EXACT, kl_coef=0.3, kl_placement="reward", micro_batch_tokens=10_000)
+    settings = replace(EXACT, kl_coef=0.3, kl_placement="reward", micro_batch_tokens=10_000, loss=IN_REWARD)
     learner = trainer(exact, settings, size=0.2)
     what = sampled(learner, some_batch())
     (micro,) = learner.plan(what)
@@ -238,7 +239,7 @@ def test_kl_in_the_reward_is_what_each_token_answers_for(exact) -> None:
 
 def test_kl_in_the_reward_pulls_an_on_policy_run_back(exact, tmp_path) -> None:
     """Equal rewards everywhere, so that the penalty is all there is to learn from."""
-    settings = replace(SETTINGS, lr=3e-3, kl_coef=0.5, kl_placement="reward", micro_batch_tokens=4096)
+    settings = replace(SETTINGS, lr=3e-3, kl_coef=0.5, kl_placement="reward", micro_batch_tokens=4096, loss=IN_REWARD)
     with Rig(exact, tmp_path, settings, options={"max_running": 64}) as rig:
         rig.trainer = trainer(exact, settings, size=0.2)
         kl, previous = [], ""

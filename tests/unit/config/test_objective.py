@@ -1,0 +1,107 @@
+"""Defaults by algorithm and correction, and combinations of the objective that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tithe.config import load_config
+from tithe.config.algorithms import ALGORITHMS, CORRECTIONS
+from tithe.errors import ConfigError
+from tithe.losses import CORRECTIONS as LOSS_CORRECTIONS
+from tithe.losses import LOSSES, NEEDS_PROX
+
+
+def rl(*overrides: str):
+    return load_config(None, list(overrides)).rl
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kl", "clips", "scale", "aggregation"),
+    [
+        ("gspo", (0.0, "loss", "k3"), (3e-4, 4e-4), "std", "seq_mean_token_mean"),
+        ("cispo", (0.0, "loss", "k3"), (1.0, 4.0), "std", "token_mean"),
+        ("rloo", (0.01, "reward", "k1"), (0.2, 0.2), "none", "seq_mean_token_sum"),
+        ("reinforce_pp", (0.01, "reward", "k1"), (0.2, 0.2), "batch", "token_mean"),
+        ("reinforce_pp_baseline", (0.01, "loss", "k2"), (0.2, 0.2), "batch", "token_mean"),
+        ("ppo", (0.01, "reward", "k1"), (0.2, 0.2), "batch", "token_mean"),
+    ],
+)
+def test_an_algorithm_names_its_papers_objective(algorithm, kl, clips, scale, aggregation):
+    found = rl(f"rl.algorithm={algorithm}")
+    assert (found.kl_coef, found.kl_placement, found.kl_estimator) == kl
+    assert (found.clip_range, found.clip_range_high) == clips
+    assert (found.advantage_scale, found.aggregation) == (scale, aggregation)
+
+
+def test_the_kl_estimator_follows_its_place():
+    assert rl("rl.kl_placement=reward").kl_estimator == "k1"
+    assert rl("rl.algorithm=rloo", "rl.kl_placement=loss", "rl.kl_estimator=k3").kl_estimator == "k3"
+
+
+def test_only_dapo_replaces_groups_and_punishes_length_unasked():
+    assert {name for name in ALGORITHMS if rl(f"rl.algorithm={name}").dynamic_sampling} == {"dapo"}
+    assert {name for name in ALGORITHMS if rl(f"rl.algorithm={name}").overlong != "keep"} == {"dapo"}
+    assert not rl("rl.algorithm=dapo", "rl.dynamic_sampling=false").dynamic_sampling
+
+
+def test_names_are_those_of_the_losses():
+    assert ALGORITHMS.keys() == LOSSES.keys()
+    assert CORRECTIONS.keys() == LOSS_CORRECTIONS.keys()
+    for name, defaults in CORRECTIONS.items():
+        found = rl(f"rl.correction={name}")
+        assert (found.correction_low, found.correction_high) == (defaults.low, defaults.high)
+        late = ["rl.clip_range=null", "rl.max_policy_update_lag=4", f"rl.correction={name}"]
+        if name in NEEDS_PROX:
+            assert rl(*late).clip_range is None, "a bounded weight may go without a clip"
+        else:
+            with pytest.raises(ConfigError, match="known to diverge"):
+                rl(*late)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (
+            ["rl.correction=tis", "rl.correction_high=null", "rl.max_policy_update_lag=4"],
+            "rl.correction_high",
+            "diverge",
+        ),
+        (
+            ["rl.correction=decoupled", "rl.correction_high=null", "rl.max_sample_age=2"],
+            "rl.correction_high",
+            "diverge",
+        ),
+        (["rl.correction=opsm", "rl.correction_high=null"], "rl.correction_high", "without a bound"),
+        (["rl.correction=mis", "rl.correction_high=0.4"], "rl.correction_high", "rl.correction_low"),
+        (["rl.correction=icepop", "rl.correction_level=sequence"], "rl.correction_level", "no levels"),
+        (["rl.correction=tis", "rl.correction_veto=1e-4"], "rl.correction_veto", "only rl.correction = mis"),
+        (["rl.correction_high=2.0"], "rl.correction_high", "rl.correction = none"),
+        (["rl.kl_estimator=k1"], "rl.kl_estimator", "rl.kl_unbiased"),
+        (["rl.kl_placement=reward", "rl.kl_unbiased=true"], "rl.kl_unbiased", "rl.kl_placement"),
+        (["rl.kl_coef=0", "rl.kl_target=0.1"], "rl.kl_target", "stays 0"),
+        (["rl.kl_coef=0", "rl.kl_reference=moving"], "rl.kl_reference", "rl.kl_coef = 0"),
+        (["rl.algorithm=ppo", "rl.advantage_scale=std"], "rl.advantage_scale", "take batch"),
+        (["rl.algorithm=cispo", "rl.dual_clip=3"], "rl.dual_clip", "leave it out"),
+        (["rl.mini_batches=3"], "rl.mini_batches", "8 groups"),
+        (["rl.overlong_buffer=48"], "rl.overlong_buffer", "rollout.max_new_tokens = 48"),
+        (["rl.algorithm=dapo", "rollout.max_new_tokens=1"], "rl.overlong", "rollout.max_new_tokens"),
+        (["model.train=full", "rl.algorithm=ppo"], "rl.algorithm", "model.train = full"),
+        (["model.train=full", "rl.kl_reference=moving"], "rl.kl_reference", "model.train = full"),
+        (["rl.kl_target=0.0"], "rl.kl_target", "> 0"),
+        (["rl.kl_horizon=0"], "rl.kl_horizon", ">= 1"),
+        (["rl.gamma=0.0"], "rl.gamma", "> 0"),
+    ],
+)
+def test_what_diverges_or_has_no_effect_is_refused_with_its_remedy(overrides, key, says):
+    """F05 among them: ranges that break the maths later."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert caught.value.key == key
+    assert says in str(caught.value)
+
+
+def test_the_same_keys_are_taken_where_they_have_their_effect():
+    found = rl("rl.kl_estimator=k1", "rl.kl_unbiased=true", "rl.kl_target=0.1", "rl.kl_reference=moving")
+    assert (found.kl_estimator, found.kl_unbiased, found.kl_target, found.kl_reference) == ("k1", True, 0.1, "moving")
+    found = rl("rl.correction=mis", "rl.correction_level=geometric", "rl.correction_veto=1e-4", "rl.mini_batches=4")
+    assert (found.correction_low, found.correction_high, found.correction_veto) == (0.5, 2.0, 1e-4)
