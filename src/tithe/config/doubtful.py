@@ -32,7 +32,7 @@ def learning_warnings(cfg: RunSections) -> Iterator[str]:
     if cfg.rl.ppo_epochs > MANY_EPOCHS:
         yield (
             f"rl.ppo_epochs = {cfg.rl.ppo_epochs}: so many passes over one batch learn its noise and leave the policy "
-            f"that sampled it; {MANY_EPOCHS} are usually too many already"
+            f"that sampled it; {MANY_EPOCHS} are the most that usually help"
         )
     for values in phases:
         if values.lr > FAST_LR and values.kl_coef < WEAK_KL:
