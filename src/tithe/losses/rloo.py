@@ -7,7 +7,8 @@ from tithe.losses.record import LossOutput, LossSettings, PolicyLossInput
 
 
 def rloo(inp: PolicyLossInput, settings: LossSettings) -> LossOutput:
-    """PPO's loss; on-policy its gradient is the paper's -A·∇log π, and the clip bounds what is not, as in TRL.
+    """PPO's loss; on-policy its gradient is the paper's -A·∇log π. The clip bounds what is not, token by token; TRL
+    clips the ratio of the whole answer.
 
     The paper sums over a rollout and averages over rollouts: SEQ_MEAN_TOKEN_SUM. Its baseline is in
     `advantages.leave_one_out`.

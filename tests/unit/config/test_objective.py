@@ -87,6 +87,11 @@ def test_names_are_those_of_the_losses():
         (["rl.algorithm=dapo", "rollout.max_new_tokens=1"], "rl.overlong", "rollout.max_new_tokens"),
         (["model.train=full", "rl.algorithm=ppo"], "rl.algorithm", "model.train = full"),
         (["model.train=full", "rl.kl_reference=moving"], "rl.kl_reference", "model.train = full"),
+        (["run.ranks=2", "rl.algorithm=ppo", "rl.kl_placement=loss", "rl.kl_estimator=k3"], "rl.algorithm", "one rank"),
+        (["run.ranks=2", "rl.algorithm=reinforce_pp"], "rl.kl_placement", "one rank"),
+        (["run.ranks=2", "rl.ppo_epochs=2"], "rl.ppo_epochs", "one rank"),
+        (["run.ranks=2", "rl.correction=mis", "rl.correction_level=geometric"], "rl.correction", "one rank"),
+        (["run.ranks=2", "rl.kl_reference=moving"], "rl.kl_reference", "one rank"),
         (["rl.kl_target=0.0"], "rl.kl_target", "> 0"),
         (["rl.kl_horizon=0"], "rl.kl_horizon", ">= 1"),
         (["rl.gamma=0.0"], "rl.gamma", "> 0"),
@@ -103,5 +108,6 @@ def test_what_diverges_or_has_no_effect_is_refused_with_its_remedy(overrides, ke
 def test_the_same_keys_are_taken_where_they_have_their_effect():
     found = rl("rl.kl_estimator=k1", "rl.kl_unbiased=true", "rl.kl_target=0.1", "rl.kl_reference=moving")
     assert (found.kl_estimator, found.kl_unbiased, found.kl_target, found.kl_reference) == ("k1", True, 0.1, "moving")
+    assert rl("run.ranks=2", "rl.algorithm=dapo", "rl.correction=tis").correction == "tis"
     found = rl("rl.correction=mis", "rl.correction_level=geometric", "rl.correction_veto=1e-4", "rl.mini_batches=4")
     assert (found.correction_low, found.correction_high, found.correction_veto) == (0.5, 2.0, 1e-4)
