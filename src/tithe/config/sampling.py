@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -37,17 +38,27 @@ def _tool(value: str) -> str:
 
 
 def _task_source(value: str) -> str:
+    if value.startswith("verifiers:"):
+        raise ValueError(
+            "names an environment that runs its own agents over HTTP, which is not read (write its rows to a .jsonl "
+            "file, and name its reward function in reward.function)"
+        )
     if value in ("sums", "products") or _GYM.fullmatch(value) or _FUNCTION.fullmatch(value):
         return value
-    if value.endswith(".jsonl"):
+    if value.endswith((".jsonl", ".parquet")):
         return absolute_path(value)
+    if value.endswith("/") or Path(value).is_dir():
+        return f"{absolute_path(value).rstrip('/')}/"
     raise ValueError("names no task")
 
 
 TaskSource = Annotated[
     str,
     Field(
-        json_schema_extra={"allowed": "sums, products, reasoning_gym:NAME, a path ending in .jsonl, or module:function"}
+        json_schema_extra={
+            "allowed": "sums, products, reasoning_gym:NAME, a .jsonl or .parquet file, a dataset's folder/, "
+            "or module:function"
+        }
     ),
     AfterValidator(_task_source),
 ]
@@ -187,14 +198,16 @@ class TaskSettings(Section):
     """The questions: what to train on and what to hold out."""
 
     source: TaskSource = "sums"
-    """`sums` or `products` (built in), `reasoning_gym:NAME` (needs that package), a JSONL file, or `module:function`
-    that returns rows."""
+    """`sums` or `products` (built in), `reasoning_gym:NAME` (needs that package), a JSONL or Parquet file, a folder
+    that the library `datasets` wrote, or `module:function` that returns rows."""
 
     prompt_column: str = Field(default="prompt", min_length=1)
-    """Column with the prompt: text, or a list of chat messages with `role` and `content`."""
+    """Column with the prompt: text, or a list of chat messages with `role` and `content`. A row without it that has a
+    column `messages` takes that; a last message of the assistant is then the answer."""
 
     answer_column: str = Field(default="answer", min_length=1)
-    """Column with the right answer, text or number. All other columns reach the reward function."""
+    """Column with the right answer, text or number; a list or mapping (a program's tests) is kept as JSON. All other
+    columns reach the reward function."""
 
     eval_source: TaskSource | None = None
     """Held-out questions, in the forms of `source`. `null` sets `eval_size` questions of `source` aside."""

@@ -16,6 +16,9 @@ from typing import Any, Final
 from tithe.errors import DataError
 from tithe.types import PromptItem
 
+CONVERSATION: Final = "messages"
+"""Column of a whole conversation, as OpenAI's chat files have it."""
+
 MAX_ROWS: Final = 5_000_000
 """More rows than this are taken for an endless source."""
 
@@ -163,9 +166,10 @@ def _item(row: Any, columns: Columns) -> PromptItem:
 def _from_mapping(row: Any, columns: Columns) -> PromptItem:
     if not isinstance(row, Mapping):
         raise _BrokenRow(f"is a {type(row).__name__}, not an object with columns")
-    if columns.prompt not in row:
+    row, column = _as_question(row, columns)
+    if column not in row:
         raise _BrokenRow(_missing("task.prompt_column", columns.prompt, row))
-    prompt = row[columns.prompt]
+    prompt = row[column]
     if isinstance(prompt, str):
         if not prompt.strip():
             raise _BrokenRow(f"{columns.prompt!r} is empty")
@@ -176,8 +180,21 @@ def _from_mapping(row: Any, columns: Columns) -> PromptItem:
             raise _BrokenRow(f"{columns.prompt!r} must end with a message of the user or a tool")
     else:
         raise _BrokenRow(f"{columns.prompt!r} is {_shown(prompt)}; text or a list of chat messages is needed")
-    extra = {str(key): value for key, value in row.items() if key not in (columns.prompt, columns.answer)}
+    extra = {str(key): value for key, value in row.items() if key not in (column, columns.answer)}
     return PromptItem("", messages=messages, answer=_answer(row, columns), extra=extra)
+
+
+def _as_question(row: Mapping[str, Any], columns: Columns) -> tuple[Mapping[str, Any], str]:
+    """The row and its prompt's column. A conversation in OpenAI's form (`messages`, the last one the assistant's) is a
+    question with its answer."""
+    column = columns.prompt if columns.prompt in row or CONVERSATION not in row else CONVERSATION
+    messages = row.get(column)
+    if not isinstance(messages, list | tuple) or len(messages) < 2 or not isinstance(messages[-1], Mapping):
+        return row, column
+    *asked, last = messages
+    if last.get("role") != "assistant" or columns.answer in row:
+        return row, column
+    return {**row, column: asked, columns.answer: _text_of(last.get("content"))}, column
 
 
 def _answer(row: Mapping[str, Any], columns: Columns) -> str | None:
@@ -190,6 +207,8 @@ def _answer(row: Mapping[str, Any], columns: Columns) -> str | None:
         return None
     if isinstance(value, str) and value.strip():
         return value
+    if _is_tests(value):
+        return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, _Literal) and math.isfinite(value):
         return value.text
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -197,11 +216,20 @@ def _answer(row: Mapping[str, Any], columns: Columns) -> str | None:
     raise _BrokenRow(f"{columns.answer!r} is {_shown(value)}; text or a number is needed")
 
 
+def _is_tests(value: Any) -> bool:
+    """Whether an answer is what tests a program, and not one answer of several."""
+    if isinstance(value, list) and value:
+        return all(isinstance(one, Mapping) or (isinstance(one, str) and one.startswith("assert")) for one in value)
+    return isinstance(value, Mapping) and bool(value)
+
+
 def _message(message: Any) -> Mapping[str, str]:
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise _BrokenRow(f"holds the chat message {_shown(message)}; each needs a role of {', '.join(sorted(_ROLES))}")
     values: dict[str, str] = {}
     for key, value in message.items():
+        if value is None and key != "content":
+            continue  # tables fill up columns that other rows have
         values[str(key)] = text = _text_of(value) if key == "content" else value
         if not isinstance(text, str):
             raise _BrokenRow(f"holds a chat message whose {key} is {_shown(value)}; only text is read")

@@ -1,4 +1,5 @@
-"""Where questions come from: built-in arithmetic, reasoning_gym, a JSONL file, a function."""
+"""Where questions come from: built-in arithmetic, reasoning_gym, a JSONL or Parquet file, a dataset's folder, a
+function."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tithe.envs.rows import Columns, ReadRows, read_jsonl, read_objects
+from tithe.envs.tables import is_table, read_table
 from tithe.errors import ConfigError, DataError, FailureCause, boundary
 from tithe.rewards import load_function
 
@@ -36,6 +38,10 @@ def read_source(source: str, columns: Columns, *, key: str, seed: int, max_opera
         return read_objects(rows, _built_in(columns), source)
     if source.endswith(".jsonl"):
         return read_jsonl(Path(source), columns)
+    if is_table(source):
+        return read_objects(read_table(Path(source), key), columns, source)
+    if source.endswith("/"):
+        raise DataError("there is no such folder", where=source)
     return read_objects(_function_rows(source, key), columns, source)
 
 
