@@ -160,8 +160,9 @@ def _compare_copies(trainer: FullTrainer, by_version: dict[Path, list[RolloutGro
 
 
 def _against_sampler(groups: Sequence[RolloutGroup], scored: Sequence[Sequence[np.ndarray | None]]) -> list[np.ndarray]:
+    """|Δlog-prob| of the tokens that the model wrote; what tools wrote between them was never sampled."""
     return [
-        np.abs(logp.astype(np.float64) - rollout.logp.astype(np.float64))
+        np.abs(logp.astype(np.float64) - rollout.logp.astype(np.float64))[rollout.loss_mask]
         for group, row in zip(groups, scored, strict=True)
         for rollout, logp in zip(group.rollouts, row, strict=True)
         if logp is not None
