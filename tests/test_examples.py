@@ -16,9 +16,11 @@ import pytest
 from support.checkpoints import build_gguf
 from tithe.arch import ArchSpec, account, known_config, make_base
 from tithe.config import config_warnings, load_config, schedule_of
-from tithe.envs import load_task
+from tithe.envs import build_tools, load_task
 from tithe.rewards import build_reward
+from tithe.rewards.code import find_program
 from tithe.rewards.grading import Grader
+from tithe.sandbox import Sandbox, SandboxUnavailableError, parse_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "minimal_rl.py"
@@ -84,6 +86,33 @@ def test_the_run_file_finds_its_data_and_its_reward(monkeypatch):
         right = f"It is {item.answer} {item.extra['unit']}."
         assert grader.grade(item, right, {"finish": "stop", "token_ids": []}).value == pytest.approx(1.2)
         assert grader.grade(item, "It is", {"finish": "length", "token_ids": []}).value == pytest.approx(-0.2)
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # reasoning_gym's own, when it is compiled for the first time
+@pytest.mark.parametrize("name", ["code", "calculator", "reasoning"])
+def test_every_run_file_loads_with_its_task(monkeypatch, name):
+    monkeypatch.chdir(ROOT)
+    cfg = load_config(f"examples/{name}.yaml")
+    task = load_task(cfg.task)
+    assert len(task.eval) == cfg.task.eval_size
+    assert len(task.train) >= 12
+    assert all(item.answer for item in task.train)
+    assert [tool.name for tool in build_tools(cfg.task.tools, [])] == list(cfg.task.tools)
+
+
+def test_the_code_tasks_pay_their_own_solutions_and_no_broken_ones(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    try:
+        sandbox = Sandbox()
+    except SandboxUnavailableError as error:
+        pytest.skip(f"no sandbox of full strength here, and there is no weaker one: {error}")
+    task = load_task(load_config("examples/code.yaml").task)
+    with sandbox:
+        for item in (*task.train, *task.eval):
+            tests, solution = parse_tests(item.answer), find_program(f"Sure:\n```python\n{item.extra['solution']}\n```")
+            assert solution, item
+            assert sandbox.run_tests(solution, tests).reward == 1.0
+            assert sandbox.run_tests(solution.replace("return ", "return None and "), tests).reward == 0.0
 
 
 def test_the_data_show_both_forms_of_a_prompt():
