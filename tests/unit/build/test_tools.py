@@ -43,7 +43,7 @@ def test_a_run_with_tools_trains_what_the_model_wrote_and_certifies_it(files, tm
         "model.max_context=700",
         "rl.micro_batch_tokens=1024",
         "engine.kv_memory_mib=64",
-        "run.max_steps=2",
+        "run.max_steps=1",
         "run.eval_every=null",
     ]
     result = train(load_config(files.yaml, changes), tmp_path / "run")
