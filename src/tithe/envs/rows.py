@@ -230,9 +230,10 @@ def _message(message: Any) -> Mapping[str, str]:
     for key, value in message.items():
         if value is None and key != "content":
             continue  # tables fill up columns that other rows have
-        values[str(key)] = text = _text_of(value) if key == "content" else value
+        text = _text_of(value) if key == "content" else value
         if not isinstance(text, str):
             raise _BrokenRow(f"holds a chat message whose {key} is {_shown(value)}; only text is read")
+        values[str(key)] = text
     if "content" not in values:
         raise _BrokenRow("holds a chat message without content")
     return values
