@@ -19,6 +19,8 @@ def _reward_function(value: str) -> str:
     match = _FILE_FUNCTION.fullmatch(value)
     if match:
         return f"{absolute_path(match['file'])}:{match['name']}"
+    if value == "tool_use":
+        return "tithe.rewards.tool_use:score"
     if value == "code":
         return "tithe.rewards.code:score"
     if value in ("math", "symbolic_math") or _FUNCTION.fullmatch(value):
@@ -115,7 +117,9 @@ class FormatRule(Section):
 
 RewardFunction = Annotated[
     str,
-    Field(json_schema_extra={"allowed": "math, symbolic_math, code, module:function, or path/file.py:function"}),
+    Field(
+        json_schema_extra={"allowed": "math, symbolic_math, code, tool_use, module:function, or path/file.py:function"}
+    ),
     AfterValidator(_reward_function),
 ]
 
@@ -147,7 +151,8 @@ class RewardSettings(Section):
     """`math` reads a boxed, an "answer is", or the last number and compares it with the answer column exactly: numbers,
     fractions, lists. `symbolic_math` also compares formulas, sets, intervals, equations and matrices, by two graders
     that must agree (extra `math`). `code` runs the reply's program against the tests of the answer column in the
-    sandbox (docs/sandbox.md). Otherwise a Python function `f(item, text, **info)` that returns a number, named parts,
+    sandbox (docs/sandbox.md). `tool_use` pays for the right tool, valid arguments and the result (docs/rewards.md).
+    Otherwise a Python function `f(item, text, **info)` that returns a number, named parts,
     or None to abstain; it runs with your rights and is not sandboxed."""
 
     weights: Annotated[dict[str, float], Field(json_schema_extra={"allowed": "{part: weight}"})] | None = None

@@ -6,7 +6,7 @@
     arguments   every argument fits the tool's JSON schema                                     0.3
     result      the final answer is right; without one, the calls are those wanted             0.4
 
-``reward.function: tithe.rewards.tool_use:score``. A row carries `tools` (definitions as OpenAI's interface or a chat
+``reward.function: tool_use``. A row carries `tools` (definitions as OpenAI's interface or a chat
 template takes them), and `calls` (wanted, in any order), or the answer column, or both.
 
 Policies (P): names compare exactly, so `add` is neither `pad` nor `math.add`. 1 equals 1.0, 3 is not "3", 1 is not

@@ -207,7 +207,7 @@ def test_a_number_out_of_range_names_key_value_and_range(override):
         ("lora.target_modules=[q_proj, q_proj]", "all-linear, or a list of module names"),
         ("rollout.stop_strings=['']", "a list of texts"),
         ("task.source=sum", "sums, products, reasoning_gym:NAME, a path ending in .jsonl, or module:function"),
-        ("reward.function=grade.py", "code, module:function, or path/file.py:function"),
+        ("reward.function=grade.py", "code, tool_use, module:function, or path/file.py:function"),
         ("run.device=tpu", "cpu, cuda, or cuda:N"),
         ("run.name='../x'", "text that matches"),
         ("model.path=''", "a path, or null"),

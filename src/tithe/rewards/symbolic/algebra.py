@@ -29,8 +29,37 @@ def same_by_algebra(one: Node, other: Node) -> bool | None:
     if one.size() + other.size() > _MAX_NODES:
         return None
     with boundary(FailureCause.REWARD):  # sympy raises many kinds of exceptions for expressions it cannot treat
-        return _is_zero(_build(one) - _build(other))
+        above_one, below_one = _fraction(one)
+        above_other, below_other = _fraction(other)
+        if below_one == 0 or below_other == 0:
+            return None
+        return _is_zero(above_one * below_other - above_other * below_one)
     return None
+
+
+def _fraction(node: Node) -> tuple[Any, Any]:
+    """Numerator and denominator. Multiplying across costs an expansion; sympy's `together` and `cancel` ten times as
+    much."""
+    one = _sympy().S.One
+    if node.op == "neg":
+        above, below = _fraction(node.args[0])
+        return -above, below
+    if node.op == "pow" and node.args[1].op == "neg" and node.args[1].args[0].op == "num":
+        return one, _build(Node("pow", (node.args[0], node.args[1].args[0])))
+    if node.op not in ("add", "mul", "div"):
+        return _build(node), one
+    above, below = _fraction(node.args[0])
+    for arg in node.args[1:]:
+        up, down = _fraction(arg)
+        if node.op == "div":
+            up, down = down, up
+        if node.op != "add":
+            above, below = above * up, below * down
+        elif below == down:
+            above = above + up
+        else:
+            above, below = above * down + up * below, below * down
+    return above, below
 
 
 def _is_zero(difference: Any) -> bool | None:
@@ -45,8 +74,6 @@ def _is_zero(difference: Any) -> bool | None:
     symbols = expanded.free_symbols
     if symbols and expanded.is_polynomial(*symbols):
         return all(c.is_zero for c in sympy.Poly(expanded, *symbols).coeffs()) or _if_rational(expanded)
-    if expanded.is_rational_function(*symbols):
-        return _decided(sympy.cancel(sympy.together(expanded)))
     return _decided(sympy.radsimp(expanded)) if not symbols else None
 
 
