@@ -37,7 +37,7 @@ _SIZES: Final = re.compile(
     r"\\(?:left|right|middle|displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?)(?![a-zA-Z])\.?"
 )
 _SPACES: Final = re.compile(
-    r"\\[,;:> ]|\\(?:q?quad|thinspace|enspace|hspace\{[^{}]*\}|phantom\{[^{}]*\})(?![a-z])|~|\s+"
+    r"(?<!\\)\\[,;:> ]|\\(?:q?quad|thinspace|enspace|hspace\{[^{}]*\}|phantom\{[^{}]*\})(?![a-z])|~|\s+"
 )
 _SPELLING: Final = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "leq": "le",
@@ -73,7 +73,7 @@ def clean(text: str) -> str:
     """
     text = text.translate(_UNICODE)
     text = _THIN_GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    text = text.replace(r"\!", "").replace("{,}", ",").replace(r"\$", "").replace(r"\ ", " ")
+    text = text.replace(r"\!", "").replace("{,}", ",").replace(r"\$", "")
     text = text.replace(r"\dotsc", r"\ldots").replace(r"\dotsb", r"\ldots")
     text = _SIZES.sub("", _DELIMITERS.sub("", text))
     text = _COMMAND.sub(_spelled, text)

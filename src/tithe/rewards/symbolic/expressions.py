@@ -6,9 +6,9 @@ dropped `\forall t>1`), so it is asked only where this parser gives up (see `sec
 
 Choices where notation is ambiguous: `/` binds like a product, from left to right, so `1/2x` is x/2. `\sin 2x + 1` is
 sin(2x) + 1. A whole number before a proper fraction of whole numbers is a mixed number. `\frac58` is 5/8. `^` takes a
-whole run of digits. A number never multiplies what stands before it without a sign: `2 3` is no 6. `e` is
-Euler's number, `i` the imaginary unit. A logarithm without base has a base that is not told:
-`\log 8 = 3 \log 2` holds and `\log 100 = 2` does not.
+whole run of digits. A number never multiplies what stands before it without a sign, but for `3!3!`: `2 3` is no 6. `e`
+is Euler's number, `i` the imaginary unit. A logarithm without base has a base that is not told: `\log 8 = 3 \log 2`
+holds and `\log 100 = 2` does not.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Parser:
                 node = Node("mul", (node, self._signed_factor(depth)))
             elif self._take("/"):
                 node = Node("div", (node, self._signed_factor(depth)))
-            elif self._starts_factor():
+            elif self._starts_factor() or (self.here.kind == "number" and self._tokens[self._at - 1].text == "!"):
                 node = Node("mul", (node, self._factor(depth)))
             else:
                 return node
