@@ -1,8 +1,8 @@
 """Memory of this project's own runs on a processor: predicted by `tithe.planner.cpu`, measured in a fresh process.
 
-Each setting is one process. It imports everything, notes its resident size, resets the kernel's high-water mark, opens
-a session as a run does, and makes steps with completions of exact length: sample, train, publish. Measured is the
-mark's value minus the size after imports, and, in the middle of a backward, the bytes of all live tensors by storage.
+Each setting is one process, forked after all imports. It resets the kernel's high-water mark, opens a session as a run
+does, and makes steps with completions of exact length: sample, train, publish. Measured is the mark minus the resident
+size after imports, and, when a backward ends, the bytes of all live tensors by storage.
 The first setting fits the one constant of the model (`PROCESS_BYTES`) and is not scored.
 
     python -m benchmarks.plan_vs_measured [--only NAME] [--json]
@@ -13,18 +13,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
+import multiprocessing
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tithe.arch import ArchSpec, checkpoint_base, describe_checkpoint, find_demo_model
-from tithe.planner.cpu import PROCESS_BYTES, CpuRun, Micro, peak_after_imports, training_bytes
+from tithe.planner.cpu import CpuRun, Micro, live_tensor_bytes, peak_after_imports
 
 DEMO = "demo"
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Setting:
     model: str = DEMO
     r: int = 32
     targets: str = "all-linear"
-    rollouts: int = 64
+    rollouts: int = 8
     samples: int = 8
     prompt: int = 40
-    new: int = 64
+    new: int = 32
     micro: int = 640
     recompute: bool = False
     compute: str = "packed"
@@ -47,15 +48,15 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("fitted: the defaults"),
-    Setting("packed, r 8, attention", r=8, targets="q_proj,k_proj,v_proj,o_proj"),
+    Setting("fitted: packed, r 32"),
     Setting("packed, r 128", r=128),
-    Setting("packed, micro-batch 2048", micro=2048),
-    Setting("packed, micro-batch 2048, recomputed", micro=2048, recompute=True),
-    Setting("packed, long, recomputed", rollouts=16, samples=4, prompt=128, new=384, micro=4096, recompute=True),
-    Setting("dequantized", compute="dequantized"),
-    Setting("dequantized, fp32 operands, short", compute="dequantized", compute_dtype="fp32", rollouts=16, new=32),
-    Setting("BF16 safetensors, 8 layers of 512", model="bf16", rollouts=32, micro=1024),
+    Setting("packed, 24 rollouts, micro-batch 1280", rollouts=24, micro=1280),
+    Setting("packed, 24 rollouts, micro-batch 1280, recomputed", rollouts=24, micro=1280, recompute=True),
+    Setting("dequantized, r 32", compute="dequantized"),
+    Setting("packed, long, recomputed", rollouts=4, samples=4, prompt=256, new=96, micro=2048, recompute=True),
+    Setting("BF16 safetensors, 8 layers of 512", model="bf16", rollouts=24, micro=1280),
+    Setting("packed, r 8, attention", r=8, targets="q_proj,k_proj,v_proj,o_proj"),
+    Setting("packed, fp32 operands", compute_dtype="fp32"),
 )
 
 
@@ -64,13 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of a setting's name")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(_child(Setting(**json.loads(arguments.child)))))
-        return
     chosen = [one for one in SETTINGS if arguments.only in one.name]
-    rows = [_compare(setting) for setting in chosen]
+    rows = []
+    for setting in chosen:
+        rows.append(_compare(setting))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     scored = [row for row in rows if not row["setting"].startswith("fitted")]
     errors = sorted(abs(row["error"]) for row in scored)
     summary = {"median_error": median(errors), "worst_error": errors[-1]} if errors else {}
@@ -90,15 +90,9 @@ def main() -> None:
 
 
 def _compare(setting: Setting) -> dict[str, Any]:
-    child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.plan_vs_measured", "--child", json.dumps(asdict(setting))],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    measured = json.loads(child.stdout.splitlines()[-1])
+    measured = _measured(setting)
     run = _planned(setting, measured)
-    predicted, tensors = peak_after_imports(run), _live_tensors(run)
+    predicted, tensors = peak_after_imports(run), live_tensor_bytes(run)
     return {
         "setting": setting.name,
         "predicted_bytes": predicted,
@@ -111,6 +105,29 @@ def _compare(setting: Setting) -> dict[str, Any]:
         "after_imports_bytes": measured["after_imports_bytes"],
         "details": measured["details"],
     }
+
+
+def _measured(setting: Setting) -> dict[str, Any]:
+    """Run a setting in a process forked after all imports, before any thread of the kernels exists."""
+    import benchmarks.tithe_side  # noqa: F401  everything that a run imports
+
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_answer, args=(setting, _status_bytes("VmRSS"), answers))
+    process.start()
+    measured = answers.get()
+    process.join()
+    if "error" in measured:
+        raise RuntimeError(f"{setting.name}: {measured['error']}")
+    return measured
+
+
+def _answer(setting: Setting, after_imports: int, answers: Any) -> None:
+    try:
+        answers.put(_child(setting, after_imports))
+    except BaseException as error:
+        answers.put({"error": repr(error)})
+        raise
 
 
 def _planned(setting: Setting, measured: dict[str, Any]) -> CpuRun:
@@ -141,20 +158,10 @@ def _planned(setting: Setting, measured: dict[str, Any]) -> CpuRun:
     )
 
 
-def _live_tensors(run: CpuRun) -> int:
-    """What lives as tensors in the middle of a backward: no process, and no pages of the engine's cache."""
-    moment = training_bytes(run)
-    sampled = moment["kv_cache"]
-    return peak_after_imports(run) - PROCESS_BYTES - sampled if sampled else peak_after_imports(run) - PROCESS_BYTES
-
-
 # ------------------------------------------------------------------ the measured process
 
 
-def _child(setting: Setting) -> dict[str, Any]:
-    import benchmarks.tithe_side  # noqa: F401  everything that a run imports
-
-    after_imports = _status_bytes("VmRSS")
+def _child(setting: Setting, after_imports: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = _model(setting, Path(folder))
         _reset_peak()
@@ -187,7 +194,7 @@ def _measure(setting: Setting, model: dict[str, Any], folder: Path, after_import
     bench = Bench(load_config(None, overrides), workload, folder / "adapters")
     with bench.session:
         seen = _watch(bench)
-        for _ in range(2):
+        for _ in range(STEPS):
             _step(bench, setting)
         details = {name: _status_bytes(name) for name in ("VmHWM", "VmRSS")}
         decoder = bench.session.base.decoder
@@ -218,7 +225,7 @@ def _watch(bench: Any) -> dict[str, int]:
 
     def backward(micro: Any, *rest: Any) -> None:
         original(micro, *rest)
-        if len(micro.input_ids) > seen["rows"]:
+        if len(micro.input_ids) >= seen["rows"]:
             seen["rows"] = len(micro.input_ids)
             seen["tensor_bytes"] = _tensor_bytes(bench.session.engine.pages)
 
@@ -233,7 +240,7 @@ def _tensor_bytes(engine_pages: Any) -> int:
     own = {engine_pages.keys.untyped_storage().data_ptr(), engine_pages.values.untyped_storage().data_ptr()}
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if isinstance(found, torch.Tensor):
+        if issubclass(type(found), torch.Tensor):  # isinstance would ask objects that warn
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(n_bytes for address, n_bytes in storages.items() if address not in own)

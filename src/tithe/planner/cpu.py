@@ -34,10 +34,10 @@ BACKWARD_ROWS: Final = 32
 _PACKED: Final = frozenset({"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"})
 """GGUF formats that stay packed in memory; compound ones do too."""
 
-PROCESS_BYTES: Final = 150_000_000
+PROCESS_BYTES: Final = 61_000_000
 """Beyond imports: compiled kernels, tokenizer, threads' arenas, SQLite. Fitted on the first setting of
 `benchmarks/plan_vs_measured`, which is not scored."""
-IMPORT_BYTES: Final = 560_000_000
+IMPORT_BYTES: Final = 461_000_000
 """Resident size after importing torch, numba and transformers. Seen with the pinned versions."""
 
 
@@ -155,6 +155,21 @@ def peak_after_imports(run: CpuRun) -> int:
     return cpu_side(run).total_bytes - IMPORT_BYTES
 
 
+def live_tensor_bytes(run: CpuRun) -> int:
+    """Bytes of all storages that are alive when a backward ends, the engine's own pages left out.
+
+    Storage is what was asked for: rows that are never written count, and one layer's gradients have gone.
+    """
+    micro, untouched = Micro.of(run), 0 if not _is_gated(run) else 8 * run.spec.intermediate_size
+    rows = run.max_running + run.prefill_tokens
+    engine = rows * (_row_bytes(run) + untouched) - _engine_rows(run) * _row_bytes(run)
+    logits = 4 * run.spec.vocab_size * (64 - min(64, run.max_running, run.rollouts))
+    scored = micro.targets * run.spec.hidden_size * (4 + run.operand_bytes + 4)
+    moment = training_bytes(run)["gradients"] + _kept_bytes(run, micro) + micro.rows * untouched + scored
+    pages = micro.pages * _page_bytes(run)
+    return sum(persistent_bytes(run).values()) + engine + logits + moment + pages
+
+
 def persistent_bytes(run: CpuRun) -> dict[str, int]:
     """What stays through a run."""
     spec = run.spec
@@ -226,15 +241,24 @@ def backward_adapter_bytes(run: CpuRun) -> int:
 
 def _engine_bytes(run: CpuRun) -> int:
     """Rows of the engine's forward that are ever touched, its block table, and scratch of every thread."""
-    spec, o = run.spec, run.operand_bytes
-    rows = min(run.max_running + run.prefill_tokens, _prompts(run) * run.prompt + min(run.max_running, run.rollouts))
-    per_row = 4 * spec.hidden_size + o * (spec.hidden_size + spec.q_size + spec.intermediate_size)
-    per_row += 4 * (spec.q_size + 2 * spec.kv_size) + (0 if _is_gated(run) else 8 * spec.intermediate_size)
-    per_row += o * _widest_rank(run)
+    spec = run.spec
     group = spec.n_heads // spec.n_kv_heads
     scratch = 4 * run.threads * max(group * (run.max_context + spec.head_dim), spec.hidden_size, spec.intermediate_size)
     table = 4 * (3 * run.max_running + 2) * -(-run.max_context // PAGE)
-    return rows * per_row + scratch + table
+    return _engine_rows(run) * _row_bytes(run) + scratch + table
+
+
+def _engine_rows(run: CpuRun) -> int:
+    """Rows of the fullest tick: prompts of a batch, and one of every live sequence."""
+    return min(run.max_running + run.prefill_tokens, _prompts(run) * run.prompt + min(run.max_running, run.rollouts))
+
+
+def _row_bytes(run: CpuRun) -> int:
+    """Of the engine's forward."""
+    spec, o = run.spec, run.operand_bytes
+    per_row = 4 * spec.hidden_size + o * (spec.hidden_size + spec.q_size + spec.intermediate_size)
+    per_row += 4 * (spec.q_size + 2 * spec.kv_size) + (0 if _is_gated(run) else 8 * spec.intermediate_size)
+    return per_row + o * _widest_rank(run)
 
 
 def _sampled_logits_bytes(run: CpuRun) -> int:
