@@ -18,7 +18,7 @@ from tithe.types import FinishReason
 @pytest.fixture
 def every_reply_calls(monkeypatch):
     """A random model calls nothing by itself."""
-    called = ParsedReply((ToolCall("calculator", {"expression": "2*3"}),), (), "")
+    called = ParsedReply((ToolCall("f", {}),), (), "")
     monkeypatch.setattr(tool_env, "parse_tool_calls", lambda text, call_format: called)
     take = tool_env._Conversation.take
 
@@ -32,16 +32,18 @@ def every_reply_calls(monkeypatch):
 def test_a_run_with_tools_trains_what_the_model_wrote_and_certifies_it(files, tmp_path, every_reply_calls):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i} + {i}", "answer": 2 * i}) + "\n" for i in range(24)))
+    (tmp_path / "tool.py").write_text("def f() -> str:\n    return 'six'\n")
     changes = [
         f"task.source={rows}",
-        "task.tools=[calculator]",
+        f"task.tools=[{tmp_path / 'tool.py'}:f]",
+        "task.call_format=pythonic",
         "task.max_turns=3",
         "task.turn_reward=0.1",
         "rollout.max_new_tokens=60",
-        "rollout.max_prompt_tokens=640",
+        "rollout.max_prompt_tokens=400",
         "rollout.stop_strings=[a, e, i]",
-        "model.max_context=700",
-        "rl.micro_batch_tokens=1024",
+        "model.max_context=460",
+        "rl.micro_batch_tokens=512",
         "engine.kv_memory_mib=64",
         "run.max_steps=1",
         "run.eval_every=null",
