@@ -49,7 +49,7 @@ def follow_launched() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even before the ranks have met (Linux)."""
+    """Have the kernel kill this process when the thread that started it ends, even before ranks have met (Linux)."""
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "prctl"):

@@ -172,3 +172,26 @@ def test_requests_of_a_group_stay_together_while_ranks_are_even(tmp_path: Path, 
     counts = [ranks.count(rank) for rank in range(4)]
     assert max(counts) - min(counts) <= 8
     assert sum(len({r for r, own in zip(ranks, groups, strict=True) if own == g}) for g in range(32)) <= 80
+
+
+@pytest.mark.parametrize("on_publish", ["recompute", "keep"])
+def test_requests_without_a_name_follow_what_is_served_on_every_rank(
+    tmp_path: Path, base: Path, on_publish: str
+) -> None:
+    """Nobody is left under the version before, which all ranks then forget."""
+    first, second = published(base, tmp_path / "published", (1, 2))
+
+    def work(engine: SpreadEngine) -> Any:
+        name = engine.load_adapter(first)
+        futures = [engine.submit(request(PROMPTS[g], group=g, max_new_tokens=60)) for g in range(4)]
+        while engine.stats()["generated_tok"] < 12:
+            assert not any(future.done() for future in futures)
+        engine.load_adapter(second)
+        engine.drop_adapter(name)
+        return [set(one.serials.tolist()) for one in answers(futures)], engine.stats()["live_versions"]
+
+    (serials, live), other = on_ranks_of(
+        2, tmp_path / "ranks", lambda ranks: leading(base, ranks, work, on_publish=on_publish)
+    )
+    assert serials == [{0, 1}] * 4
+    assert live == other["live_versions"] == 1
