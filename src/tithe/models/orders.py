@@ -48,6 +48,8 @@ class Orders:
         error is the end of the stream."""
         if self.ranks.size == 1:
             return self._handlers[type(order)](order)
+        if isinstance(self._broken, RanksLost):
+            raise RanksLost(str(self._broken)) from self._broken
         if self._broken is not None:
             raise RanksLost(f"ranks are no longer in step: {self._broken}") from self._broken
         handler = self._handlers[type(order)]

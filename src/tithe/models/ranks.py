@@ -105,10 +105,13 @@ class Ranks:
         try:
             call(group).wait()
         except RuntimeError as error:
-            known = self.why() or f"one has ended, or was silent for {self.timeout_s:g} s; look into its output"
+            known = self.why() or (
+                f"one has ended, or was silent for {self.timeout_s:g} s; look into its output "
+                f"({str(error).splitlines()[0][:120]})"
+            )
             raise RanksLost(
                 f"rank {self.rank} of {self.size} lost the others: {known}. Go on with `tithe resume`, on as many "
-                f"ranks or others ({str(error).splitlines()[0][:120]})"
+                "ranks or others"
             ) from error
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:

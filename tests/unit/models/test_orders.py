@@ -78,7 +78,7 @@ def test_a_killed_rank_ends_the_others_and_the_stream_stays_broken(tmp_path: Pat
         except RanksLost:
             ranks.close()  # as a process that ends does
             if ranks.rank == 0:
-                with pytest.raises(RanksLost, match="no longer in step"):
+                with pytest.raises(RanksLost, match="lost the others: rank 1 was killed"):
                     orders.give(Say("x"))
             raise
 
