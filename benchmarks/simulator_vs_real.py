@@ -2,12 +2,12 @@
 
     python -m benchmarks.simulator_vs_real --json
 
-Each setting is run twice on a tiny random model: synchronously, and with asynchrony for twice as many batches. All run
-at the same time, each in a process of its own, so that they meet the same machine; they wait most of the time.
-`tithe.simulator` is given the directory of the synchronous run alone (`measure_run`) and predicts both; compared are
-the gain of asynchrony and the histogram of the ages of trained groups. Waiting is `time.sleep` in the reward's worker
-processes and `asyncio.sleep` in an environment with a tool, so that the lane is idle for it. How long a prompt waits is
-a function of its name: the same prompts wait equally long in both runs.
+Each setting is run twice on a tiny random model, synchronously and with asynchrony. All run at the same time, each in a
+process of its own, so that they meet the same machine; they wait most of the time. `tithe.simulator` is given the
+directory of the synchronous run alone (`measure_run`) and predicts both; compared are the gain of asynchrony and the
+histogram of the ages of trained groups. Waiting is `time.sleep` in the reward's worker processes and `asyncio.sleep` in
+an environment with a tool, so that the lane is idle for it. How long a prompt waits is a function of its name: the same
+prompts wait equally long in both runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import importlib
 import json
 import math
 import multiprocessing
@@ -29,9 +30,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.output import commit
-from tithe.build.loops import train_and_roll
-from tithe.build.record import RunRecord
-from tithe.build.session import open_session
 from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_config, load_run
 from tithe.metrics import read_rows
 from tithe.pool import Pool, PoolReader, PromptSource
@@ -169,7 +167,11 @@ def write_files(folder: Path, steps: int) -> Path:
 
 
 def real_run(cfg: RunConfig, run_dir: Path, setting: Setting) -> None:
-    """Train without evaluations, in this process."""
+    """Train without evaluations, in this process. Needs torch, which comparing does not."""
+    from tithe.build.loops import train_and_roll
+    from tithe.build.record import RunRecord
+    from tithe.build.session import open_session
+
     run_dir.mkdir(parents=True)
     with open_session(cfg) as session, Pool.create(run_dir / "pool.sqlite", cfg.run.name) as pool:
         if setting.tool_s:
@@ -179,20 +181,19 @@ def real_run(cfg: RunConfig, run_dir: Path, setting: Setting) -> None:
         train_and_roll(session, run_dir, pool, None, RunRecord(run_dir, session), evaluating=False)
 
 
-def read_run(run_dir: Path, warm: int) -> Real:
-    """Step time, idle share of the lane, ages and version gaps after `warm` batches."""
+def read_run(run_dir: Path, warm: int, last: int) -> Real:
+    """Step time, idle share of the lane, ages and version gaps of batches `warm` + 1 to `last`."""
     rows = read_rows(run_dir / "metrics.jsonl").rows
     train = {row["step"]: row for row in rows if row["kind"] == "train"}
     rollout = {row["step"]: row for row in rows if row["kind"] == "rollout" and "version_gap" in row}
-    last = max(train)
-    span_s = train[last]["t_s"] - train[warm]["t_s"]
-    late = [step for step in train if step > warm]
+    late = [step for step in train if warm < step <= last and step in rollout]
+    span_s = train[max(late)]["t_s"] - train[warm]["t_s"]
     lane_s = sum(train[s]["publish_s"] + rollout[s]["decode_s"] + rollout[s]["prefill_s"] for s in late)
     with PoolReader(run_dir / "pool.sqlite") as reader:
         ages = [
             int(row["age"])
             for row in reader.query("SELECT age, batch_serial FROM groups WHERE state = 'trained'")
-            if row["batch_serial"] > warm
+            if warm < row["batch_serial"] <= last
         ]
     gaps = [int(rollout[s]["version_gap"]) for s in late]
     trained_s = sum(train[s]["train_s"] for s in late)
@@ -205,7 +206,9 @@ def predict(sync_dir: Path, cfg: RunConfig, setting: Setting, steps: int) -> Out
     measured = measure_run(sync_dir, load_run(sync_dir))
     scenario = scenario_of_run(cfg, measured, steps=steps)
     if setting.known_reward_s is None:
-        return simulate(replace(scenario, reward_workers=None, reward_timeout_s=None))
+        # lengths are drawn anew when a prompt is put back; the waits of the other settings are the prompts' own
+        by = replace(scenario.workload, measured_by="sample" if setting.reward == "by_length" else "prompt")
+        return simulate(replace(scenario, workload=by, reward_workers=None, reward_timeout_s=None))
     groups = tuple(replace(group, outside_s=0.0) for group in measured.groups)
     work = replace(scenario.workload, measured=groups, reward_s=Fixed(setting.known_reward_s))
     return simulate(replace(scenario, workload=work))
@@ -216,7 +219,7 @@ def keys_of(setting: Setting, run_file: Path, which: str, steps: int) -> list[st
     reward = f"reward.function={run_file.parent / 'reward.py'}:{setting.reward}"
     workers = 4 if setting.known_reward_s else 8
     late = ("rl.max_policy_update_lag=0", f"reward.workers={workers}") if which == "sync" else setting.late
-    return [reward, *setting.keys, *late, f"run.max_steps={steps if which == 'sync' else 2 * steps}"]
+    return [reward, *setting.keys, *late, f"run.max_steps={steps}"]
 
 
 def run_one(setting: Setting, run_file: Path, folder: Path, which: str, steps: int) -> None:
@@ -226,13 +229,15 @@ def run_one(setting: Setting, run_file: Path, folder: Path, which: str, steps: i
 
 
 def compare(setting: Setting, run_file: Path, folder: Path, steps: int) -> dict[str, Any]:
-    """Both real runs, which have ended, beside both predictions."""
+    """Both real runs beside both predictions, over as many batches: those for the same prompts."""
     real: dict[str, Real] = {}
     guess: dict[str, Outcome] = {}
+    rows = read_rows(folder / "sync" / "metrics.jsonl").rows
+    last = max(row["step"] for row in rows if row["kind"] == "rollout")
     for which in ("sync", "late"):
         cfg = load_config(run_file, keys_of(setting, run_file, which, steps))
-        guess[which] = predict(folder / "sync", cfg, setting, cfg.run.max_steps)
-        real[which] = read_run(folder / which, guess[which].warm_batches)
+        guess[which] = predict(folder / "sync", cfg, setting, last)
+        real[which] = read_run(folder / which, guess[which].warm_batches, last)
     ratio = real["sync"].step_s / real["late"].step_s
     guessed = guess["sync"].step_s / guess["late"].step_s
     return {
@@ -274,7 +279,7 @@ def main() -> None:
     """Run all settings, or those whose number is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print exactly one line with one JSON object")
-    parser.add_argument("--steps", type=int, default=36, help="batches of each synchronous run (default 36)")
+    parser.add_argument("--steps", type=int, default=36, help="batches of each run (default 36)")
     parser.add_argument("--only", type=int, action="append", help="number of a setting, from 0; may be repeated")
     parser.add_argument("--keep", type=Path, help="folder for the run directories (default: a temporary one)")
     parser.add_argument("--compare-only", action="store_true", help="the runs are in --keep already")
@@ -287,7 +292,7 @@ def main() -> None:
         work = [(SETTINGS[i], run_file, root / f"setting-{i}") for i in numbers]
         runs = [(*one, which, options.steps) for one in work for which in ("sync", "late")]
         if not options.compare_only:
-            # forked before anything is computed: the imports are made once
+            importlib.import_module("tithe.build")  # once, before the fork, and before anything is computed
             with multiprocessing.get_context("fork").Pool(len(runs), maxtasksperchild=1) as pool:
                 pool.starmap(run_one, runs, chunksize=1)
         rows = [compare(*one, options.steps) for one in work]

@@ -8,6 +8,7 @@ It outlives the process that is simulated: a crash gives up what runs, and a res
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tithe.errors import PoolError
@@ -20,6 +21,7 @@ class Group:
     """A row of the pool. `usable` rollouts are trained; `rows` is what a training pass computes of them."""
 
     group_id: int
+    prompt: int
     shape: Shape
     admitted_serial: int
     admitted_s: float
@@ -46,8 +48,9 @@ class GroupPool:
         self.serial = 0
         self.groups: dict[int, Group] = {}
         self.left: Counter[str] = Counter()
-        self._given_up: deque[int] = deque()
+        self._put_back: deque[tuple[int, int | None]] = deque()  # prompt, and the id that its group takes again
         self._next_id = 0
+        self._cursor = 0
         self._counts: Counter[GroupState] = Counter()
         self._ready: dict[int, Group] = {}
 
@@ -66,18 +69,14 @@ class GroupPool:
         """Groups in the batch that is trained."""
         return self._counts[GroupState.LEASED]
 
-    def next_id(self) -> int:
-        """The id of the group that is admitted next: one that was given up, else a new one."""
-        return self._given_up[0] if self._given_up else self._next_id
-
-    def admit(self, shape: Shape, serial: int, now_s: float) -> Group:
-        """RUNNING, under `next_id`."""
-        if self._given_up:
-            group_id = self._given_up.popleft()
-        else:
-            group_id = self._next_id
-            self._next_id += 1
-        group = self.groups[group_id] = Group(group_id, shape, serial, now_s)
+    def admit(self, draw: Callable[[int, int], Shape], serial: int, now_s: float) -> Group:
+        """Begin the group of the next prompt: one that was put back, else a new one. `draw` makes a shape of prompt and
+        group id."""
+        prompt, again = self._put_back.popleft() if self._put_back else (self._cursor, None)
+        self._cursor += prompt == self._cursor
+        group_id = self._next_id if again is None else again
+        self._next_id += again is None
+        group = self.groups[group_id] = Group(group_id, prompt, draw(prompt, group_id), serial, now_s)
         self._counts[GroupState.RUNNING] += 1
         return group
 
@@ -86,13 +85,15 @@ class GroupPool:
         self._move(group, COMMIT)
 
     def reject(self, group: Group) -> None:
-        """RUNNING → DROPPED: nothing of it can be used."""
+        """RUNNING → DROPPED: nothing of it can be used; its prompt is put back."""
         self._move(group, REJECT)
+        self._put_back.append((group.prompt, None))
         self.left["failed"] += 1
 
     def drop_stale(self, group: Group) -> None:
-        """READY → DROPPED: too old."""
+        """READY → DROPPED: too old; its prompt is put back."""
         self._move(group, DROP)
+        self._put_back.append((group.prompt, None))
         group.batch_serial = None
         self.left["stale"] += 1
 
@@ -121,7 +122,8 @@ class GroupPool:
         for group in given_up:
             del self.groups[group.group_id]
             self._counts[GroupState.RUNNING] -= 1
-        self._given_up.extendleft(sorted((group.group_id for group in given_up), reverse=True))
+        again = sorted(((group.prompt, group.group_id) for group in given_up), key=lambda pair: -pair[1])
+        self._put_back.extendleft(again)
         replayed = 0
         for group in self.groups.values():
             if group.state is GroupState.LEASED:

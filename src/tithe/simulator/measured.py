@@ -4,7 +4,7 @@
     tick                 the engine's seconds of each batch (`decode_s` + `prefill_s`) fitted on the ticks and rows that
                          the batch must have taken: seconds = a · ticks + b · rows
     outside              of each group: admission to end, less the ticks until its last token
-    training             `train_s` over the rows of the batch;  publishing, checkpoints: medians
+    training             `train_s` over rows;  publishing, checkpoints: means, because time adds up
 
 A synchronous run tells all of it: its sampler works alone, and every batch begins at one instant, so that its ticks can
 be counted again. Of an asynchronous run waiting cannot be told from queueing for the lane; what is assumed is in
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import simpy
 
@@ -30,7 +30,7 @@ from tithe.simulator.engine import Engine, Request
 from tithe.simulator.scenario import Measured
 
 FIRST_BATCH = 2
-"""The batch before it pays for warming up."""
+"""The batch before it pays for warming up: its groups count, its times do not."""
 
 _SQL = """
 SELECT g.group_id, g.batch_serial, g.admitted_at_s, g.finished_at_s, LENGTH(g.prompt_tokens) / 4 AS prompt,
@@ -47,6 +47,7 @@ class Measurement:
     groups: tuple[Measured, ...]
     costs: LaneCosts
     lease_s: float
+    between_s: float
     checkpoint_s: float
     failure_rate: float
     batches: int
@@ -94,22 +95,39 @@ def measure(
     serials = sorted({row.serial for row in rows if row.serial >= FIRST_BATCH and row.serial in metrics})
     if len(serials) < 2:
         raise ResumeError(f"the run has trained {len(serials)} batches after its first; a simulation needs 2 or more")
+    first = [row for row in rows if row.serial < FIRST_BATCH]
     batches = {serial: [row for row in rows if row.serial == serial] for serial in serials}
     kept = {serial: metrics[serial] for serial in serials}
     notes: list[str] = []
     is_sync = cfg.rl.max_policy_update_lag == cfg.rl.max_sample_age == 0
-    alone = _synchronous(batches, kept, cfg, notes) if is_sync else _asynchronous(batches, kept, notes)
-    trained_rows = {s: sum(row.prompt + sum(row.lengths) for row in batches[s]) for s in serials}
+    between_s = _between(metrics, serials)
+    if is_sync:
+        alone = _synchronous(first, batches, kept, cfg, between_s, notes)
+    else:
+        alone = _asynchronous(first, batches, kept, notes)
+    trained_rows = sum(row.prompt + sum(row.lengths) for batch in batches.values() for row in batch)
     costs = LaneCosts(
         tick_fixed_s=alone.tick_s,
         prefill_s_per_token=alone.row_s,
         decode_s_per_sequence=alone.row_s,
-        train_s_per_token=median(alone.train_s[s] / trained_rows[s] for s in serials),
-        publish=PublishCosts(engine_s=median(kept[s]["publish_s"] for s in serials)),
+        train_s_per_token=sum(alone.train_s.values()) / trained_rows,
+        publish=PublishCosts(engine_s=fmean(row["publish_s"] for row in kept.values())),
     )
     saved = [row["checkpoint_s"] for row in metrics.values() if row["checkpoint_s"] > 0]
-    checkpoint_s = median(saved) if saved else 0.0
-    return Measurement(alone.groups, costs, alone.lease_s, checkpoint_s, failure_rate, len(serials), tuple(notes))
+    checkpoint_s = fmean(saved) if saved else 0.0
+    return Measurement(
+        alone.groups, costs, alone.lease_s, between_s, checkpoint_s, failure_rate, len(serials), tuple(notes)
+    )
+
+
+def _between(metrics: Mapping[int, Mapping[str, float]], serials: Sequence[int]) -> float:
+    """Mean seconds of the train loop that are in no `step_s`, checkpoints and evaluations aside: metric rows."""
+    gaps = [
+        metrics[s]["t_s"] - metrics[s - 1]["t_s"] - metrics[s]["step_s"] - metrics[s - 1]["checkpoint_s"]
+        for s in serials
+        if s - 1 in metrics and "t_s" in metrics[s] and "t_s" in metrics[s - 1] and "eval" not in metrics[s - 1]
+    ]
+    return max(0.0, fmean(gaps)) if gaps else 0.0
 
 
 @dataclass(frozen=True)
@@ -124,26 +142,38 @@ class _Alone:
 
 
 def _synchronous(
-    batches: Batches, metrics: Mapping[int, Mapping[str, float]], cfg: RunConfig, notes: list[str]
+    first: Sequence[TrainedGroup],
+    batches: Batches,
+    metrics: Mapping[int, Mapping[str, float]],
+    cfg: RunConfig,
+    between_s: float,
+    notes: list[str],
 ) -> _Alone:
     replays = {serial: _replay(batch, cfg) for serial, batch in batches.items()}
     tick_s, row_s = _fit_ticks(replays, batches, metrics, notes)
+    pairs = [*zip(first, _replay(first, cfg).until, strict=True)]
+    pairs += [pair for serial, batch in batches.items() for pair in zip(batch, replays[serial].until, strict=True)]
     groups = [
         Measured(row.prompt, row.lengths, max(0.0, row.seconds - ticks * tick_s - n_rows * row_s))
-        for serial, batch in batches.items()
-        for row, (ticks, n_rows) in zip(batch, replays[serial].until, strict=True)
+        for row, (ticks, n_rows) in pairs
     ]
-    waited = [metrics[serial]["wait_s"] - max(row.seconds for row in batch) for serial, batch in batches.items()]
+    # groups begin with the publication, and the wait for them only after what comes between
+    waited = [
+        metrics[serial]["wait_s"] + between_s - max(row.seconds for row in batch) for serial, batch in batches.items()
+    ]
     trained = {serial: row["train_s"] for serial, row in metrics.items()}
-    return _Alone(tick_s, row_s, trained, tuple(groups), max(0.0, median(waited)))
+    return _Alone(tick_s, row_s, trained, tuple(groups), max(0.0, fmean(waited)))
 
 
-def _asynchronous(batches: Batches, metrics: Mapping[int, Mapping[str, float]], notes: list[str]) -> _Alone:
+def _asynchronous(
+    first: Sequence[TrainedGroup], batches: Batches, metrics: Mapping[int, Mapping[str, float]], notes: list[str]
+) -> _Alone:
     notes.append(
         "the run is asynchronous: waiting for rewards and tools is taken as 0 unless it is given, and a tick costs by "
         "its rows alone; a synchronous run (rl.max_policy_update_lag=0) tells both"
     )
-    groups = [Measured(row.prompt, row.lengths) for batch in batches.values() for row in batch]
+    rows = [*first, *(row for batch in batches.values() for row in batch)]
+    groups = [Measured(row.prompt, row.lengths) for row in rows]
     return _Alone(0.0, _row_seconds(metrics, notes), _training_alone(metrics), tuple(groups))
 
 
@@ -181,6 +211,8 @@ def _read_metrics(path: Path) -> dict[int, dict[str, float]]:
     for row in read_rows(path).rows:
         if row.get("kind") in ("train", "rollout"):
             merged[row["step"]] |= _numbers(row)
+        elif row.get("kind") == "eval":
+            merged[row["step"]]["eval"] = 1.0
     needed = {"train_s", "wait_s", "publish_s", "step_s"}
     return {step: {"checkpoint_s": 0.0, **row} for step, row in merged.items() if needed <= row.keys()}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import simpy
 
@@ -88,7 +89,7 @@ class RolloutLoop:
         binds = scenario.on_publish == "finish"
         if not binds:
             self._versions.release(version)
-        group = pool.admit(draw_shape(scenario, pool.next_id()), version, self._env.now)
+        group = pool.admit(partial(draw_shape, scenario), version, self._env.now)
         self._ledger.counts["admitted"] += 1
         self._unfinished += scenario.bounds.group_size
         ends: list[_Ending] = []

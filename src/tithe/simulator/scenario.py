@@ -121,6 +121,7 @@ class Workload:
 
     `turns` requests make a rollout; `new_tokens` is per request. With `measured`, groups are those of a run
     in the order of their admission, over and over (beginning with number `seed`): the same run under other settings.
+    With `measured_by` "prompt" a prompt that is put back meets what it met before, with "sample" what comes next.
     Every rollout of one then also waits its `outside_s` before it is judged, for which nobody queues.
     """
 
@@ -131,6 +132,7 @@ class Workload:
     tool_tokens: Distribution = _NONE
     reward_s: Distribution = _NONE
     measured: tuple[Measured, ...] = ()
+    measured_by: Literal["prompt", "sample"] = "prompt"
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Scenario:
     without queueing.
 
     `commit_s` is what the rollout loop does on the processor for each group (durable commit), `lease_s` the train loop
-    for each batch, `checkpoint_s` for each checkpoint.
+    for each batch before it is trained, `between_s` after its publication (metrics), `checkpoint_s` for a checkpoint.
     """
 
     bounds: Bounds
@@ -160,6 +162,7 @@ class Scenario:
     checkpoint_every: int = 10
     checkpoint_s: float = 0.0
     lease_s: float = 0.0
+    between_s: float = 0.0
     commit_s: float = 0.0
     steps: int = 50
     seed: int = 0

@@ -61,6 +61,7 @@ def scenario_of_run(cfg: RunConfig, measured: Measurement, *, steps: int, seed: 
     return replace(
         scenario,
         lease_s=measured.lease_s,
+        between_s=measured.between_s,
         checkpoint_s=measured.checkpoint_s,
         failures=Failures(rollout_rate=measured.failure_rate),
     )

@@ -107,6 +107,8 @@ class TrainLoop:
         )
         self._dropped = 0
         self._ledger.batches.append(row)
+        if self._scenario.between_s:
+            yield env.timeout(self._scenario.between_s)
         if pool.serial % self._scenario.checkpoint_every == 0:
             if self._scenario.checkpoint_s:
                 yield env.timeout(self._scenario.checkpoint_s)

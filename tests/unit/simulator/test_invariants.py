@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tithe.errors import ConfigError, PoolError
-from tithe.simulator import Exponential, Failures, Fixed, Layout, LogNormal, Uniform, Workload, simulate
+from tithe.simulator import Exponential, Failures, Fixed, Layout, LogNormal, Measured, Uniform, Workload, simulate
 from tithe.simulator.groups import GroupPool
 from tithe.simulator.scenario import Sample, Turn
 from tithe.simulator.shapes import Shape
@@ -154,7 +154,7 @@ def test_more_room_is_never_slower_here():
 
 def test_illegal_moves_are_refused():
     pool = GroupPool()
-    group = pool.admit(Shape(1, (Sample((Turn(1),)),)), 0, 0.0)
+    group = pool.admit(lambda _prompt, _group: Shape(1, (Sample((Turn(1),)),)), 0, 0.0)
     with pytest.raises(PoolError, match="running and cannot be leased"):
         pool.lease([group])
     pool.commit(group)
@@ -167,3 +167,15 @@ def test_a_setting_that_cannot_work_is_refused_by_name():
         scene(bounds(0, batch=8, group=4), buffer=4)
     with pytest.raises(ConfigError, match="separate"):
         Layout("shared", rollout_copies=2)
+
+
+def test_a_prompt_that_is_put_back_is_drawn_before_new_ones_and_is_slow_again():
+    """What was measured belongs to its prompt, so under a tight age a slow one takes up room again and again."""
+    fast, slow = Measured(5, (4, 4), 0.1), Measured(5, (4, 4), 3.0)
+    work = Workload(measured=(fast, fast, slow, *[fast] * 61))
+    outcome = simulate(scene(bounds(1, batch=4, group=2), RICH, work, steps=30))
+    check(outcome)
+    prompts = [group.prompt for group in outcome.pool.groups.values()]
+    assert outcome.pool.left["stale"] >= 1
+    assert prompts.count(2) == 1 + outcome.pool.left["stale"]
+    assert all(prompts.count(prompt) == 1 for prompt in set(prompts) - {2})

@@ -126,7 +126,7 @@ def test_a_real_run_is_measured(run_dir):
     cfg = load_run(run_dir)
     found = measure_run(run_dir, cfg)
     assert found.notes == ()
-    assert (found.batches, len(found.groups)) == (5, 10)
+    assert (found.batches, len(found.groups)) == (5, 12)
     assert all(len(g.new_tokens) == 4 and max(g.new_tokens) <= 8 and 5 < g.prompt_tokens < 48 for g in found.groups)
     costs = found.costs
     assert 0 < costs.tick_fixed_s + costs.decode_s_per_sequence < 1
