@@ -123,7 +123,7 @@ def measure(
 def _between(metrics: Mapping[int, Mapping[str, float]], serials: Sequence[int]) -> float:
     """Mean seconds of the train loop that are in no `step_s`, checkpoints and evaluations aside: metric rows."""
     gaps = [
-        metrics[s]["t_s"] - metrics[s - 1]["t_s"] - metrics[s]["step_s"] - metrics[s - 1]["checkpoint_s"]
+        metrics[s]["t_s"] - metrics[s - 1]["t_s"] - metrics[s]["step_s"] - metrics[s]["checkpoint_s"]
         for s in serials
         if s - 1 in metrics and "t_s" in metrics[s] and "t_s" in metrics[s - 1] and "eval" not in metrics[s - 1]
     ]
@@ -157,9 +157,11 @@ def _synchronous(
         Measured(row.prompt, row.lengths, max(0.0, row.seconds - ticks * tick_s - n_rows * row_s))
         for row, (ticks, n_rows) in pairs
     ]
-    # groups begin with the publication, and the wait for them only after what comes between
+    # groups begin with the publication, and the wait for them only after what comes between; a row tells the checkpoint
+    # that was written before its batch
     waited = [
-        metrics[serial]["wait_s"] + between_s - max(row.seconds for row in batch) for serial, batch in batches.items()
+        metrics[serial]["wait_s"] + metrics[serial]["checkpoint_s"] + between_s - max(row.seconds for row in batch)
+        for serial, batch in batches.items()
     ]
     trained = {serial: row["train_s"] for serial, row in metrics.items()}
     return _Alone(tick_s, row_s, trained, tuple(groups), max(0.0, fmean(waited)))
