@@ -174,7 +174,7 @@ def test_parts_grader_and_reason_are_kept_in_the_pool(tmp_path):
     with Pool.create(tmp_path / "pool.sqlite", "run") as pool:
         number = pool.admit("p", 0, 0)
         pool.commit(dataclasses.replace(group(number), rollouts=(kept, abstained)))
-        (read,) = pool.lease_batch(1, 0, lambda _: False).groups
+        (read,) = pool.lease_batch(2, 0, lambda _: False).groups
     assert [(r.grader, r.reward_reason, r.failure) for r in read.rollouts] == [
         ("math@2", "equal as numbers", None),
         ("math@2", "the question has no readable answer", None),
