@@ -57,7 +57,10 @@ def run(folder: Path, name: str, reward: str, lag: int, options: argparse.Namesp
     }
     if options.model:
         overrides["model.path"] = options.model
-    command = [sys.executable, "-m", "tithe.cli", "train", *(f"{key}={value}" for key, value in overrides.items())]
+    run_file = folder / "slow_reward.yaml"
+    run_file.write_text("{}\n")
+    changes = [f"{key}={value}" for key, value in overrides.items()]
+    command = [sys.executable, "-m", "tithe.cli", "train", str(run_file), *changes]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode != 0:
         raise SystemExit(f"the run failed: {done.stderr[-2000:]}")

@@ -14,6 +14,9 @@ from tithe.sandbox import AssertTests, FunctionTest, Limits, Outcome, StdioTest
 
 MARKER = "ORACLE_7f3"
 LIMITS = Limits(wall_s=0.6, cpu_s=1, memory_mib=256, processes=8, output_kib=64)
+ROOMY = Limits(wall_s=20, cpu_s=10, memory_mib=256, processes=8, output_kib=64)
+"""For what has to come to its end, on however busy a machine."""
+
 FUNCTIONS = [FunctionTest("add", [2, 3], 5), FunctionTest("add", [-1, 1], 0)]
 ASSERTS = AssertTests(
     f"# {MARKER}\nassert add(2, 3) == 5, '{MARKER}'\nassert abs(add(-1, 1) - 0) < 1e-9\nassert 7 in [add(3, 4)]\n"
@@ -167,10 +170,10 @@ def test_a_cheat_passes_no_kind_of_test(sandbox, name):
 
 
 def test_the_right_program_passes_the_same_tests(sandbox):
-    assert sandbox.run_tests(RIGHT, FUNCTIONS, LIMITS).reward == 1.0
-    assert sandbox.run_tests(RIGHT, ASSERTS, LIMITS).reward == 1.0
+    assert sandbox.run_tests(RIGHT, FUNCTIONS, ROOMY).reward == 1.0
+    assert sandbox.run_tests(RIGHT, ASSERTS, ROOMY).reward == 1.0
     script = f"a, b = map(int, input().split())\nprint(a + b, '{MARKER}' if a < 0 else '')"
-    assert sandbox.run_tests(script, STDIO, LIMITS).reward == 1.0
+    assert sandbox.run_tests(script, STDIO, ROOMY).reward == 1.0
 
 
 def remaining(sandbox) -> list[str]:
@@ -222,8 +225,8 @@ print("hits", len(hits))
 @pytest.mark.parametrize("tests", [FUNCTIONS, ASSERTS], ids=["functions", "asserts"])
 def test_a_program_finds_no_trace_of_its_hidden_tests(sandbox, tests, monkeypatch):
     monkeypatch.setenv("HIDDEN", MARKER)
-    assert sandbox.run_tests(LOOK_AROUND, tests, LIMITS).reward == 0.0
-    verdict, printed = sandbox.run_script(LOOK_AROUND, limits=LIMITS)
+    assert sandbox.run_tests(LOOK_AROUND, tests, ROOMY).reward == 0.0
+    verdict, printed = sandbox.run_script(LOOK_AROUND, limits=ROOMY)
     assert (verdict.outcome, printed) == (Outcome.PASSED, "hits 0\n")
 
 
@@ -273,7 +276,7 @@ def test_no_connection_leaves_the_sandbox(sandbox, way):
         port = listener.getsockname()[1]
         local.bind(f"\0tithe-{port}")
         local.listen()
-        verdict, _ = sandbox.run_script(CONNECTS[way].format(port=port), limits=LIMITS)
+        verdict, _ = sandbox.run_script(CONNECTS[way].format(port=port), limits=ROOMY)
         for server in (listener, local):
             server.settimeout(0.2)
             with pytest.raises(TimeoutError):
@@ -302,7 +305,7 @@ ESCAPES = {
 @pytest.mark.parametrize("way", ESCAPES)
 def test_the_kernel_gives_a_program_nothing_more(sandbox, way):
     program = f"import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nprint({ESCAPES[way]})"
-    verdict, printed = sandbox.run_script(program, limits=LIMITS)
+    verdict, printed = sandbox.run_script(program, limits=ROOMY)
     assert printed == "-1\n", verdict
 
 
@@ -312,7 +315,7 @@ def test_another_slot_does_not_feel_a_storm(sandbox):
         target=lambda: verdicts.append(sandbox.run_tests(CHEATS["process storm"], FUNCTIONS, LIMITS))
     )
     storm.start()
-    neighbours = [sandbox.run_tests(RIGHT, FUNCTIONS, LIMITS).reward for _ in range(10)]
+    neighbours = [sandbox.run_tests(RIGHT, FUNCTIONS, ROOMY).reward for _ in range(10)]
     storm.join()
     assert neighbours == [1.0] * 10
     assert verdicts[0].reward == 0.0

@@ -248,9 +248,9 @@ def test_two_hundred_programs_from_many_threads_beside_busy_ones(sandbox):
 
 
 def test_a_limit_counts_from_the_programs_start_and_not_from_the_queue(sandbox):
-    program = "import time\ntime.sleep(0.2)\ndef add(a, b): return a + b"
-    waiting = [sandbox.submit(program, ADD, Limits(wall_s=1)) for _ in range(32)]
-    assert [future.result().reward for future in waiting] == [1.0] * 32
+    program = "import time\ntime.sleep(0.6)\ndef add(a, b): return a + b"
+    waiting = [sandbox.submit(program, ADD, Limits(wall_s=3)) for _ in range(24)]
+    assert [future.result().reward for future in waiting] == [1.0] * 24
 
 
 def test_a_program_that_takes_many_processors_is_stopped_by_its_processor_time(sandbox):
