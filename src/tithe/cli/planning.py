@@ -53,9 +53,11 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     compare.add_argument("--against", default="", metavar="HARDWARE", help="of the full-parameter side")
     compare.add_argument("--fewest", action="store_true", help="A too on the fewest cards of its kind on which it fits")
     compare.add_argument("--markdown", action="store_true", help="one row a model, as in README.md")
+    compare.epilog = "Defaults of compare: --base int4 --lora-targets attention, the smallest plan A."
     for command in (plan, compare):
         command.add_argument("--hardware", default="8xB200", metavar="HARDWARE", help="such as 8xB200 (the default)")
         _options(command)
+    compare.set_defaults(base="int4", lora_targets="attention")
 
 
 def _options(command: argparse.ArgumentParser) -> None:
