@@ -114,7 +114,7 @@ def test_the_demos_model_weighs_what_a_run_holds(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kimi-k2-thinkin"], "no known model. Did you mean kimi-k2-thinking? Known: deepseek-v3"),
+        (["kimi-k2-thinkin"], "no known model. Did you mean kimi-k2-thinking? Known: deepseek-r1"),
         (["nowhere/config.json"], "'nowhere/config.json' is no file or directory here"),
         (["EMPTY"], "has no config.json"),
         (["BROKEN"], "is not valid JSON"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tithe.errors import Failure, FailureCause
-from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
+from tithe.types import BatchScores, FinishReason, Rollout, RolloutGroup, TrainingBatch
 from tithe.utils.wire import Wire, kinds_in
 
 CARRIERS = kinds_in(TrainingBatch)
@@ -64,7 +64,7 @@ def test_a_reader_builds_nothing_but_its_own_kinds() -> None:
 
 
 def test_the_kinds_of_a_batch_are_those_its_fields_may_hold() -> None:
-    assert set(CARRIERS) == {TrainingBatch, RolloutGroup, Rollout, FinishReason, Failure, FailureCause}
+    assert set(CARRIERS) == {TrainingBatch, RolloutGroup, Rollout, BatchScores, FinishReason, Failure, FailureCause}
 
 
 def test_two_kinds_of_one_name_are_told_apart_by_nobody() -> None:
