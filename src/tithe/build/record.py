@@ -15,7 +15,7 @@ import torch
 import tithe
 from tithe.build.session import Session
 from tithe.engines import CopiedEngine
-from tithe.quant import HAS_BF16_DOT, kernel_threads
+from tithe.quant import HAS_AMX, HAS_BF16_DOT, kernel_threads
 from tithe.trainer import FullTrainer
 from tithe.utils.durable import write_text
 from tithe.utils.memory import pss_bytes
@@ -66,6 +66,7 @@ class RunRecord:
                 "ranks": cfg.run.ranks,
                 "threads": kernel_threads(),
                 "bf16_dot": HAS_BF16_DOT,
+                "amx": HAS_AMX,
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },

@@ -14,12 +14,11 @@ from numba import njit
 from torch import Tensor
 
 from tithe.quant import Launch, PackedMatrix
-from tithe.quant.codes import BF16
-from tithe.quant.expand import expand_pairs
-from tithe.quant.matrix import panel_scratch, row_block
+from tithe.quant.expand import panel_pairs
+from tithe.quant.matrix import panel_scratch, set_product_rows
 from tithe.quant.product import ahead, ride
+from tithe.quant.rows_tile import DOT_ROWS, dot_block
 from tithe.quant.runtime import (
-    TASKS,
     carrier,
     exp_f32,
     f32_to_bf16,
@@ -28,23 +27,13 @@ from tithe.quant.runtime import (
     next_task,
     prefetch,
     u16p,
-    u32p,
+    write_row,
 )
-from tithe.quant.tile import DOT_ROWS, PANEL, dot_row, dot_tile
+from tithe.quant.tile import PANEL
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TILE_BYTES = DOT_ROWS * PANEL * 4
-
-
-@njit
-def _product_tile(x: Any, ldx: Any, count: Any, panel: Any, steps: Any, tile: Any) -> None:
-    """tile [count, 48] = rows of x by one panel."""
-    if count == DOT_ROWS:
-        dot_tile(u32p(x), ldx, u32p(panel), steps, f32p(tile), 48, _ZERO)
-    else:
-        for r in range(count):
-            dot_row(u32p(x + r * ldx * 4), ldx, u32p(panel), steps, f32p(tile + r * 192), 48, _ZERO)
 
 
 @njit
@@ -53,13 +42,6 @@ def _activate(gate: Any, up: Any, out: Any) -> None:
     g, u, o = f32p(gate), f32p(up), u16p(out)
     for c in range(48):
         o[c] = f32_to_bf16(g[c] / (_ONE + exp_f32(-g[c])) * u[c])
-
-
-@njit
-def _keep(tile: Any, out: Any) -> None:
-    t, o = f32p(tile), u16p(out)
-    for c in range(48):
-        o[c] = f32_to_bf16(t[c])
 
 
 # as matmul_dot: x, ldx (pairs), rows, steps (K/2), act (bf16 [R, I]), ld act, 2I, kind, data, scale, zero, scratch,
@@ -83,12 +65,8 @@ def gated_dot(args: Any) -> None:
             break
         t, begin = task // blocks, (task % blocks) * args[20]
         end = min(rows, begin + args[20])
-        left, right = spare, spare + steps * 192
-        if kind != BF16:
-            expand_pairs(data, scale, zero, kind, t, steps, left)
-            expand_pairs(data, scale, zero, kind, half + t, steps, right)
-        else:
-            left, right = data + t * steps * 192, data + (half + t) * steps * 192
+        left = panel_pairs(data, scale, zero, kind, t, steps, spare)
+        right = panel_pairs(data, scale, zero, kind, half + t, steps, spare + steps * 192)
         ahead_gate, share = ahead(kind, data, scale, zero, t, steps, columns // 2, end - begin)
         ahead_up, _ = ahead(kind, data, scale, zero, half + t, steps, columns, end - begin)
         for i in range(begin, end, DOT_ROWS):
@@ -97,17 +75,17 @@ def gated_dot(args: Any) -> None:
             ahead_gate += share
             ahead_up += share
             count = min(DOT_ROWS, end - i)
-            _product_tile(x + i * ldx * 4, ldx, count, left, steps, gate)
+            dot_block(x + i * ldx * 4, ldx, count, left, steps, gate, 48, False, _ZERO)
             ride(args[21], args[22], t, i, count, gate, 48)
-            _product_tile(x + i * ldx * 4, ldx, count, right, steps, up)
+            dot_block(x + i * ldx * 4, ldx, count, right, steps, up, 48, False, _ZERO)
             ride(args[21], args[22], half + t, i, count, up, 48)
             for r in range(count):
                 _activate(gate + r * 192, up + r * 192, act + ((i + r) * ldo + t * 48) * 2)
             if kept != 0:
                 for r in range(count):
                     row = kept + ((i + r) * columns + t * 48) * 2
-                    _keep(gate + r * 192, row)
-                    _keep(up + r * 192, row + columns)
+                    write_row(f32p(gate + r * 192), 48, row, True)
+                    write_row(f32p(up + r * 192), 48, row + columns, True)
 
 
 def can_gate(matrix: PackedMatrix, dtype: torch.dtype) -> bool:
@@ -128,6 +106,4 @@ def gated_launch(matrix: PackedMatrix, x: Tensor, act: Tensor, kept: Tensor | No
 
 def set_gated_rows(args: np.ndarray, rows: int) -> None:
     """Let a gated launch compute the first `rows` rows of its buffers."""
-    pairs = int(args[9]) // (2 * PANEL)
-    args[5], args[20] = rows, row_block(pairs, rows)
-    args[TASKS] = pairs * -(-rows // int(args[20]))
+    set_product_rows(args, rows, 2 * PANEL)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from tithe.quant import HAS_BF16_DOT
+from tithe.quant import HAS_AMX, HAS_BF16_DOT
 
 
 @dataclass(frozen=True)
@@ -38,5 +38,6 @@ class ModelOptions:
     def numeric_mode(self) -> str:
         """The name under which an adapter's numbers are valid. Packed and dequantized storage share W̃ and every bit
         of the product, so they share a mode; the product kernel is part of it, because its rounding order is."""
-        product = "dot" if self.compute_dtype == "bf16" and HAS_BF16_DOT else "fma"
+        dot = "amx" if HAS_AMX else "dot"
+        product = dot if self.compute_dtype == "bf16" and HAS_BF16_DOT else "fma"
         return f"base={self.base_dtype};compute={self.compute_dtype};product={product};attention=page16"

@@ -3,9 +3,10 @@
 from tithe.quant.bank import PackedBank, stack
 from tithe.quant.matrix import PackedMatrix, pack_dense, set_threads
 from tithe.quant.pack import pack_int4, pack_int8
-from tithe.quant.runtime import HAS_BF16_DOT, Kernel, Launch, kernel, kernel_threads
+from tithe.quant.runtime import HAS_AMX, HAS_BF16_DOT, Kernel, Launch, kernel, kernel_threads
 
 __all__ = [
+    "HAS_AMX",
     "HAS_BF16_DOT",
     "Kernel",
     "Launch",

@@ -14,6 +14,7 @@ from tithe.quant.codes import (
     BF16,
     E2M1,
     E4M3,
+    FP32,
     S4,
     S6,
     S8,
@@ -88,6 +89,15 @@ def expand_pairs(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps:
     expand_some_pairs(data, scale, zero, kind, panel, steps, 0, steps, out)
 
 
+@njit(inline="always")
+def panel_pairs(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, scratch: Any) -> Any:
+    """Where bf16 pairs [K/2][48] of a panel are: in the matrix itself if it is held so, else expanded in `scratch`."""
+    if kind == BF16:
+        return data + panel * steps * 192
+    expand_pairs(data, scale, zero, kind, panel, steps, scratch)
+    return scratch
+
+
 @njit(error_model="numpy")
 def expand_some_f32(
     data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, first: Any, count: Any, rounded: Any, out: Any
@@ -122,6 +132,15 @@ def expand_f32(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: A
     expand_some_f32(data, scale, zero, kind, panel, steps, 0, steps, rounded, out)
 
 
+@njit(inline="always")
+def panel_f32(data: Any, scale: Any, zero: Any, kind: Any, panel: Any, steps: Any, rounded: Any, scratch: Any) -> Any:
+    """Where a panel in float32 [K][48] is: in the matrix itself if it is held so, else expanded in `scratch`."""
+    if kind == FP32:
+        return data + panel * steps * 384
+    expand_f32(data, scale, zero, kind, panel, steps, rounded, scratch)
+    return scratch
+
+
 # steps, rows (N), out (bf16 [N, K]), kind, data, scale, zero, scratch, scratch_stride
 @kernel
 def expand_rows_bf16(args: Any) -> None:
@@ -132,11 +151,7 @@ def expand_rows_bf16(args: Any) -> None:
         t = next_task(args)
         if t >= args[1]:
             break
-        source = scratch
-        if kind != BF16:
-            expand_pairs(data, scale, zero, kind, t, steps, scratch)
-        else:
-            source = data + t * steps * 192
+        source = panel_pairs(data, scale, zero, kind, t, steps, scratch)
         pairs = u32p(source)
         width = min(48, rows - t * 48)
         o = u32p(args[5] + t * 48 * steps * 4)
@@ -162,11 +177,7 @@ def expand_transposed(args: Any) -> None:
         t = next_task(args)
         if t >= args[1]:
             break
-        source = scratch
-        if kind != BF16:
-            expand_pairs(data, scale, zero, kind, t, steps, scratch)
-        else:
-            source = data + t * steps * 192
+        source = panel_pairs(data, scale, zero, kind, t, steps, scratch)
         turn_pairs(source, steps, 0, min(48, 2 * pairs_out - t * 48), args[5], t * 24, pairs_out)
         if spare < 48:
             for p in range(t * 24, min(t * 24 + 24, pairs_out)):

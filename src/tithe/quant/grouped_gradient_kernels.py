@@ -1,7 +1,8 @@
 """Kernels of grouped gradients: input gradients dy·W̃ and weight gradients Σ a·x of every group, in one launch each.
 
-Tables, groups and output modes are those of `tithe.quant.grouped_kernels`. No global scratch: a task turns the columns
-of W̃ that it needs, so that the packed matrix is read once and its transpose is never held.
+Tables and groups are those of `tithe.quant.grouped_kernels`, output modes those of `tithe.quant.rows_tile`. No global
+scratch: a task turns the columns of W̃ that it needs, so that the packed matrix is read once and its transpose is never
+held.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from numba import njit
 
 from tithe.quant.codes import BF16, FP32, round_bf16
 from tithe.quant.expand import expand_some_f32, expand_some_pairs
-from tithe.quant.grouped_kernels import columns_of, dot_rows, fma_rows
+from tithe.quant.grouped_kernels import columns_of
+from tithe.quant.rows_tile import TILE_FLOATS, dot_rows, fma_rows
 from tithe.quant.runtime import (
     as_float,
     f32_to_bf16,
@@ -61,7 +63,7 @@ def grouped_transposed_dot(args: Any) -> None:
     mode = args[18]
     write = (mode, args[16] != 0, np.float32(as_float(args[17])))
     turned = scratch + BLOCK_PAIRS * 192
-    tile = stack_f32(384)
+    tile = stack_f32(TILE_FLOATS)
     while True:
         task = next_task(args)
         if task >= args[1]:
@@ -98,7 +100,7 @@ def grouped_transposed_fma(args: Any) -> None:
     mode, rounded = args[18], args[19] != 0
     write = (mode, args[16] != 0, np.float32(as_float(args[17])))
     turned = scratch + BLOCK_PAIRS * 384
-    tile = stack_f32(384)
+    tile = stack_f32(TILE_FLOATS)
     while True:
         task = next_task(args)
         if task >= args[1]:
@@ -164,7 +166,7 @@ def grouped_outer_dot(args: Any) -> None:
     scratch = args[15] + next_slot(args) * args[16]
     write = (0, True, np.float32(as_float(args[17])))
     panels = (width + 47) // 48
-    tile = stack_f32(384)
+    tile = stack_f32(TILE_FLOATS)
     while True:
         task = next_task(args)
         if task >= args[1]:
@@ -194,7 +196,7 @@ def grouped_outer_fma(args: Any) -> None:
     scratch = args[15] + next_slot(args) * args[16]
     write = (0, True, np.float32(as_float(args[17])))
     panels = (width + 47) // 48
-    tile = stack_f32(384)
+    tile = stack_f32(TILE_FLOATS)
     while True:
         task = next_task(args)
         if task >= args[1]:

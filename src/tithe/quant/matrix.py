@@ -20,6 +20,7 @@ from tithe.quant.expand import expand_rows_bf16, expand_transposed, pack_transpo
 from tithe.quant.gather import expand_rows_f32, gather_rows
 from tithe.quant.kinds import DENSE_BF16, DENSE_FP32, Kind
 from tithe.quant.product import matmul_dot, matmul_fma
+from tithe.quant.rows_tile import DOT_ROWS
 from tithe.quant.runtime import HAS_BF16_DOT, TASKS, Launch, set_kernel_threads
 from tithe.quant.tile import PANEL
 
@@ -244,13 +245,13 @@ def row_block(panels: int, rows: int) -> int:
     """Rows per task: all where there are panels enough for every thread, else blocks, so that no thread idles."""
     if panels >= 4 * scratch.threads or rows <= 16:
         return max(rows, 1)
-    return max(16, -(-rows // (4 * scratch.threads)) + 7 & ~7)
+    return max(16, -(-rows // (4 * scratch.threads)) + DOT_ROWS - 1 & -DOT_ROWS)
 
 
-def set_product_rows(args: np.ndarray, rows: int) -> None:
-    """Let a product's argument block compute the first `rows` rows of its buffers."""
+def set_product_rows(args: np.ndarray, rows: int, width: int = PANEL) -> None:
+    """Let a product's argument block compute the first `rows` rows of its buffers; a task takes `width` columns."""
     args[5] = rows
-    panels = -(-int(args[9]) // PANEL)
+    panels = -(-int(args[9]) // width)
     args[20] = row_block(panels, rows)
     args[TASKS] = panels * -(-rows // int(args[20]))
 

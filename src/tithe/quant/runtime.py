@@ -97,6 +97,17 @@ HAS_AVX512: bool = "avx512f" in _host_features()
 HAS_BF16_DOT: bool = HAS_AVX512 and "avx512bf16" in _host_features()
 
 
+def _may_use_amx() -> bool:
+    """Whether there are matrix registers for bf16, and Linux lets this process have them (they must be asked for)."""
+    if not (HAS_BF16_DOT and {"amx-tile", "amx-bf16"} <= _host_features()):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # asm/prctl.h, asm/fpu/types.h
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+HAS_AMX: bool = _may_use_amx()
+
+
 class Launch:
     """A kernel with its argument block, ready to run any number of times. Keeps alive the tensors it points to."""
 
@@ -281,6 +292,16 @@ def stack_f32(typingctx: Any, n: Any) -> Any:
         return builder.bitcast(slot, ir.PointerType(ir.FloatType()))
 
     return signature(types.CPointer(types.float32), n), codegen
+
+
+@intrinsic
+def address_of(typingctx: Any, pointer: Any) -> Any:
+    """The address in a pointer."""
+
+    def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.ptrtoint(values[0], ir.IntType(64))
+
+    return signature(types.int64, pointer), codegen
 
 
 @intrinsic

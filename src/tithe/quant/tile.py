@@ -17,7 +17,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core.typing import signature
 
-from tithe.quant.runtime import HAS_AVX512, intrinsic
+from tithe.quant.runtime import intrinsic
 
 PANEL = 48
 """Columns of a panel: three AVX-512 registers."""
@@ -138,12 +138,3 @@ def make_tile(rows: int, dot: bool, accumulate: bool) -> Any:
         return result, codegen
 
     return tile
-
-
-DOT_ROWS = 8
-FMA_ROWS = 8 if HAS_AVX512 else 2  # 48 columns fill three AVX-512 or six AVX2 registers a row
-
-dot_tile, dot_tile_add = make_tile(DOT_ROWS, True, False), make_tile(DOT_ROWS, True, True)
-dot_row, dot_row_add = make_tile(1, True, False), make_tile(1, True, True)
-fma_tile, fma_tile_add = make_tile(FMA_ROWS, False, False), make_tile(FMA_ROWS, False, True)
-fma_row, fma_row_add = make_tile(1, False, False), make_tile(1, False, True)
