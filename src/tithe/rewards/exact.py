@@ -83,7 +83,7 @@ _UNIT: Final = re.compile(
     rf" ?(?:[%°]|(?:{_ABBREVIATIONS})(?![A-Za-z])|(?<= )[mgslLh](?![A-Za-z])|(?<= )[A-Za-z]{{3,20}}+)"
     r"(?:[ /·][A-Za-z]{1,20}+)?(?:\^?\{?[23]\}?)?"
 )
-_NO_UNITS: Final = frozenset(
+NO_UNITS: Final = frozenset(
     (
         "and",
         "or",
@@ -103,6 +103,7 @@ _NO_UNITS: Final = frozenset(
         "bmod",
     )
 ) | frozenset(("hundred", "thousand", "million", "billion", "trillion", "dozen", "pmod"))
+"""Words behind a number that make it another number."""
 _BRACKETS: Final = {"(": ")", "[": "]", r"\{": r"\}"}
 _SPLIT: Final = re.compile(r"\\[{}]|[()\[\]{},;]")
 
@@ -200,7 +201,7 @@ def _unit(text: str) -> str | None:
     """The unit in what follows a number: "" for nothing, None when it is something else."""
     if not text.strip():
         return ""
-    if _UNIT.fullmatch(text) is None or _NO_UNITS.intersection(re.findall(r"[a-z]+", text.lower())):
+    if _UNIT.fullmatch(text) is None or NO_UNITS.intersection(re.findall(r"[a-z]+", text.lower())):
         return None
     unit = re.sub(r"[ {}^]", "", text).lower()
     return {"percent": "%", "degrees": "°", "degree": "°"}.get(unit, unit)

@@ -140,13 +140,21 @@ def _unwrapped(content: str) -> str:
     return content.strip()
 
 
+def _marked(text: str) -> Answer | None:
+    """What stands behind the last marker, if the text ends with it or it is a number."""
+    marker = _last(_MARKER, text)
+    if marker is None:
+        return None
+    value = marker[1].strip()
+    if value and (marker[2] is not None or _NUMBER.fullmatch(value.lstrip("+-$ ").rstrip(". "))):
+        return Answer(value, AnswerForm.MARKER)
+    return None
+
+
 def _unboxed(text: str) -> Answer | None:
     text = text.replace("{,}", ",").replace(r",\!", ",")
-    marker = _last(_MARKER, text)
-    if marker is not None:
-        value = marker[1].strip()
-        if value and (marker[2] is not None or _NUMBER.fullmatch(value.lstrip("+-$ ").rstrip(". "))):
-            return Answer(value, AnswerForm.MARKER)
+    if (marked := _marked(text)) is not None:
+        return marked
     phrase = _last(_PHRASE, text)
     if phrase is not None:
         return _from_phrase(text[phrase.end() : phrase.end() + _MAX_PHRASE_CHARS])
@@ -169,11 +177,8 @@ def _from_phrase(rest: str) -> Answer | None:
 
 
 def _unboxed_formula(text: str) -> Answer | None:
-    marker = _last(_MARKER, text)
-    if marker is not None:
-        value = marker[1].strip()
-        if value and (marker[2] is not None or _NUMBER.fullmatch(value.lstrip("+-$ ").rstrip(". "))):
-            return Answer(value, AnswerForm.MARKER)
+    if (marked := _marked(text)) is not None:
+        return marked
     phrase = _last(_PHRASE, text)
     if phrase is not None:
         return _formula_from_phrase(text[phrase.end() : phrase.end() + _MAX_PHRASE_CHARS])

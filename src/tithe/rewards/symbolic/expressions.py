@@ -193,6 +193,10 @@ class _Parser:
             if token.kind not in ("letter", "number"):
                 raise Unreadable("a subscript is missing")
             return token.text
+        return self._until_closed("a subscript is not closed")
+
+    def _until_closed(self, problem: str) -> str:
+        """The text up to the brace that closes the one just read."""
         pieces, level = [], 1
         while not self.is_done:
             token = self._next()
@@ -200,7 +204,7 @@ class _Parser:
             if level == 0:
                 return "".join(pieces)
             pieces.append(token.text)
-        raise Unreadable("a subscript is not closed")
+        raise Unreadable(problem)
 
     def _absolute(self, depth: int) -> Node:
         self._expect("|")
@@ -236,14 +240,8 @@ class _Parser:
     def _decorated(self) -> str:
         if self.here.text == "{":
             self._next()
-            pieces, level = [], 1
-            while not self.is_done:
-                token = self._next()
-                level += (token.text == "{") - (token.text == "}")
-                if level == 0:
-                    return "".join(pieces)
-                pieces.append(token.text)
-        elif self.here.kind == "letter":
+            return self._until_closed("a letter is missing")
+        if self.here.kind == "letter":
             return self._next().text
         raise Unreadable("a letter is missing")
 

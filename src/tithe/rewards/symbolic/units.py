@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from tithe.rewards.exact import NO_UNITS
+
 _UNIT_TEXT: Final = re.compile(
     r"(?<![\s({\[=<>+\-*/,])\s*(?:\^ ?\{? ?\\circ ?\}?\s*)?\\text ?\{([^{}]{1,60})\}(\s*\^ ?\{?-?\d\}?)?$"
 )
@@ -53,43 +55,8 @@ _SHORT_UNITS: Final = frozenset(
         "kmh",
     ]
 )
-_NO_UNITS: Final = frozenset(
-    [
-        "and",
-        "or",
-        "to",
-        "plus",
-        "minus",
-        "times",
-        "over",
-        "half",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-        "log",
-        "ln",
-        "exp",
-        "mod",
-        "bmod",
-        "pi",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "dozen",
-        "pmod",
-        "if",
-        "for",
-        "where",
-        "when",
-        "with",
-        "otherwise",
-        "base",
-        "is",
-        "not",
-    ]
+_NO_UNITS: Final = NO_UNITS | frozenset(
+    ("ln", "pi", "if", "for", "where", "when", "with", "otherwise", "base", "is", "not")
 )
 
 
