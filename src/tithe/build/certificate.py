@@ -15,12 +15,11 @@ from tithe.arch import read_checkpoint
 from tithe.build.hooks import CERTIFIED_TOKENS
 from tithe.build.session import Session, say
 from tithe.errors import AdapterError
-from tithe.models import Decoder, ModelOptions, TrainAdapter, load_model
+from tithe.models import Decoder, ModelOptions, Passes, TrainAdapter, load_model
 from tithe.pool import PoolReader
 from tithe.quant import kernel_threads
 from tithe.trainer import FullTrainer, score_groups
 from tithe.trainer.leading import CERTIFICATE_TOKENS
-from tithe.trainer.passes import Passes
 from tithe.types import RolloutGroup
 from tithe.utils.durable import write_text
 from tithe.weight_sync import DirectoryChannel, load_published, read_manifest

@@ -13,6 +13,7 @@ from tithe.models.layout import PageLayout, page_layout
 from tithe.models.loader import load_model
 from tithe.models.options import ModelOptions
 from tithe.models.orders import Orders, Stop
+from tithe.models.passes import Passes
 from tithe.models.ranks import ALONE, Agreed, Ranks
 from tithe.models.routing import check_replay
 from tithe.models.train_adapter import AdapterGradients, TrainAdapter
@@ -39,6 +40,7 @@ __all__ = [
     "Orders",
     "PageAllocator",
     "PageLayout",
+    "Passes",
     "Ranks",
     "ScoredRows",
     "Segment",

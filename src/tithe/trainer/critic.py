@@ -16,11 +16,10 @@ from torch import Tensor
 from tithe.errors import ResumeError
 from tithe.lora import LoraSpec
 from tithe.losses import Denominators, ValueLossInput, value_loss
-from tithe.models import AdapterGradients, TrainAdapter, new_value_head, score_values, stack_experts
+from tithe.models import AdapterGradients, Passes, TrainAdapter, new_value_head, score_values, stack_experts
 from tithe.models.value_head import BIAS, WEIGHT
 from tithe.packing import MicroBatch
 from tithe.trainer.adam import Adam
-from tithe.trainer.passes import Passes
 from tithe.trainer.settings import TrainerSettings
 
 

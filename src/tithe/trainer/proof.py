@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tithe.lora import LoraSpec
-from tithe.models import ALONE, IdlePass, Ranks, TrainAdapter
+from tithe.models import ALONE, IdlePass, Passes, Ranks, TrainAdapter
 from tithe.packing import MicroBatch, plan_micro_batches
-from tithe.trainer.passes import Passes
 from tithe.types import FinishReason, Rollout, RolloutGroup, TrainingBatch
 
 NOISE = 1e-7

@@ -8,9 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from tithe.lora import LoraSpec
-from tithe.models import Decoder, TrainAdapter
+from tithe.models import Decoder, Passes, TrainAdapter
 from tithe.packing import MicroBatch
-from tithe.trainer.passes import Passes
 
 
 class Reference:

@@ -15,13 +15,12 @@ from torch import Tensor
 from tithe.errors import ResumeError
 from tithe.lora import LoraSpec
 from tithe.losses import LOSSES, Denominators, denominators
-from tithe.models import ALONE, AdapterGradients, Decoder, IdlePass, Ranks, TrainAdapter, stack_experts
+from tithe.models import ALONE, AdapterGradients, Decoder, IdlePass, Passes, Ranks, TrainAdapter, stack_experts
 from tithe.packing import MicroBatch
 from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.critic import Critic
 from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
-from tithe.trainer.passes import Passes
 from tithe.trainer.ranks import Sums, check_alike, plan_for_ranks, sum_gradients, take_part
 from tithe.trainer.reference import Reference
 from tithe.trainer.settings import TrainerSettings

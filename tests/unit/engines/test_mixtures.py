@@ -12,8 +12,8 @@ import pytest
 from support.decoders import BF16, random_ids, tiny_decoder
 from support.learning import Rig, request
 from tithe.models import Decoder, TrainAdapter
+from tithe.models.passes import Passes
 from tithe.trainer import score_groups
-from tithe.trainer.passes import Passes
 from tithe.types import Completion, Rollout, RolloutGroup
 from tithe.weight_sync import load_published
 
@@ -48,10 +48,10 @@ def group_of(prompt: np.ndarray, answers: list[Completion]) -> RolloutGroup:
     return RolloutGroup(0, "p", prompt, rollouts, 0, 0)
 
 
-def test_every_computed_position_of_every_mixture_layer_is_recorded(make) -> None:
+def test_every_computed_position_of_every_mixture_layer_is_recorded(make: Any) -> None:
     rig = make()
     prompt = random_ids(21)
-    answers = rig.answers([request(prompt, sample=s, max_new_tokens=n) for s, n in enumerate((1, 5, 9))])
+    answers = rig.answers([request(prompt.tolist(), sample=s, max_new_tokens=n) for s, n in enumerate((1, 5, 9))])
     for answer in answers:
         assert answer.experts is not None
         assert answer.experts.dtype == np.uint16
@@ -59,14 +59,14 @@ def test_every_computed_position_of_every_mixture_layer_is_recorded(make) -> Non
         assert (np.diff(answer.experts.astype(int), axis=2) > 0).all(), "two different experts, ascending"
         np.testing.assert_array_equal(answer.experts[:21], answers[0].experts[:21])
     assert len(np.unique(answers[2].experts)) == 4
-    assert make(record_experts=False).answers([request(prompt)])[0].experts is None
+    assert make(record_experts=False).answers([request(prompt.tolist())])[0].experts is None
 
 
 @pytest.mark.parametrize("on_publish", ["recompute", "keep"])
-def test_a_request_that_changes_its_version_says_what_computed_its_keys(make, on_publish: str) -> None:
+def test_a_request_that_changes_its_version_says_what_computed_its_keys(make: Any, on_publish: str) -> None:
     rig = make(on_publish=on_publish)
     rig.publish_random(1)
-    future = rig.engine.submit(request(random_ids(18), max_new_tokens=12))
+    future = rig.engine.submit(request(random_ids(18).tolist(), max_new_tokens=12))
     rig.lane.tick(5)
     rig.publish_random(2, size=1.0)
     rig.lane.settle()
@@ -76,11 +76,11 @@ def test_a_request_that_changes_its_version_says_what_computed_its_keys(make, on
     assert len(answer.experts) == 18 + len(answer.token_ids) - 1
 
 
-def test_training_replays_them_and_agrees_to_the_bit(make) -> None:
+def test_training_replays_them_and_agrees_to_the_bit(make: Any) -> None:
     rig = make()
     rig.publish_random(3, size=0.5)
     prompt = random_ids(19, 4)
-    answers = rig.answers([request(prompt, sample=s, max_new_tokens=4 + 3 * s) for s in range(4)])
+    answers = rig.answers([request(prompt.tolist(), sample=s, max_new_tokens=4 + 3 * s) for s in range(4)])
     group = group_of(prompt, answers)
     _, tensors, spec = load_published(rig.channel.list_versions()[-1])
     passes = Passes(rig.decoder, {}, checkpointing=False, dropout=0.0)

@@ -8,23 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.models import (
-    CHUNK_ROWS,
-    PAGE,
-    AdapterGradients,
-    Capacity,
-    Decoder,
-    Head,
-    KVPages,
-    PageLayout,
-    ScoredRows,
-    TrainAdapter,
-    TrainPass,
-    check_replay,
-    norm_backward,
-    page_layout,
-    score_with_gradient,
-)
+from tithe.models.decoder import Decoder
+from tithe.models.head import CHUNK_ROWS, Head, ScoredRows, score_with_gradient
+from tithe.models.kv import PAGE, KVPages
+from tithe.models.layout import PageLayout, page_layout
+from tithe.models.routing import check_replay
+from tithe.models.train_adapter import AdapterGradients, TrainAdapter
+from tithe.models.training import Capacity, TrainPass, norm_backward
 from tithe.packing import MicroBatch
 
 
@@ -82,7 +72,7 @@ class Passes:
         logp, _ = self.head.score(x[torch.from_numpy(micro.target_rows)], micro.target_ids, micro.temperature)
         return logp
 
-    def hidden(self, micro: MicroBatch, adapter: TrainAdapter, *, keep: bool) -> Tensor:
+    def hidden(self, micro: MicroBatch, adapter: TrainAdapter | None, *, keep: bool) -> Tensor:
         """Residual rows x [N, H] of the states before the targets, dropout off, experts chosen freely; with `keep`
         `backward` must follow."""
         _, x = self._forward(micro, adapter, keep=keep, dropout_seed=None, replaying=False)
