@@ -75,7 +75,7 @@ def train_once(options: argparse.Namespace, base: Path | None, name: str, change
     run_dir = options.out / "runs" / f"{name.replace(' ', '-')}-{seed}"
     own = TINY if options.model == "tiny" else DEMO
     fixed = [f"run.dir={run_dir}", f"run.seed={seed}", f"run.max_steps={options.batches}", "run.checkpoint_every=1000"]
-    fixed += ["run.keep_pool_batches=2000", "rl.max_policy_update_lag=0"]
+    fixed += ["rl.max_policy_update_lag=0"]
     cfg = load_config(base, [*own, *QUIET, *fixed, *changes])
     began = time.perf_counter()
     train(cfg, run_dir)

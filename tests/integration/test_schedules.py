@@ -18,8 +18,7 @@ SCHEDULE = {
         {"name": "explore", "until_step": 2, "temperature": 1.0, "top_p": 0.95, "samples_per_prompt": 4},
         {"name": "refine", "temperature": 0.7, "top_p": 0.9, "samples_per_prompt": 2, "lr": 0.002, "kl_coef": 0.05},
     ],
-    "adaptive_samples": True,
-    "min_samples": 2,
+    "adaptive_samples": [2, 8],
     "rest_batches": 1,
     "prompt_weights": "pass_rate",
 }

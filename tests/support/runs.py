@@ -57,7 +57,7 @@ def write_run_files(folder: Path) -> RunFiles:
             "max_context": 64,
         },
         "lora": {"r": 4, "alpha": 8},
-        "optimizer": {"lr": 0.01, "lr_scheduler": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.1},
+        "optimizer": {"lr": 0.01, "lr_scheduler": "cosine", "warmup_steps": 1},
         "rl": {
             "samples_per_prompt": 4,
             "batch_size_per_update": 8,

@@ -44,7 +44,6 @@ def trainer_settings(cfg: RunConfig, phase: PhaseValues | None = None) -> Traine
     rl, o = cfg.rl, cfg.optimizer
     phase = phase or max(schedule_of(cfg).values, key=lambda values: values.kl_coef)
     steps_per_batch = rl.ppo_epochs * rl.mini_batches
-    moving = rl.kl_reference == "moving"
     return TrainerSettings(
         algorithm=rl.algorithm,
         loss=loss_settings(cfg, phase.kl_coef),
@@ -52,19 +51,16 @@ def trainer_settings(cfg: RunConfig, phase: PhaseValues | None = None) -> Traine
         kl_coef=phase.kl_coef,
         kl_placement=rl.kl_placement,
         kl_control=kl_control(cfg),
-        reference_every=rl.kl_reference_every * steps_per_batch if moving else None,
+        reference_every=rl.reference_every and rl.reference_every * steps_per_batch,
         ppo_epochs=rl.ppo_epochs,
         mini_batches=rl.mini_batches,
         critic=critic_settings(cfg),
         lr=phase.lr,
-        beta1=o.beta1,
-        beta2=o.beta2,
-        eps=o.eps,
+        betas=o.betas,
         weight_decay=o.weight_decay,
         max_grad_norm=o.max_grad_norm,
         lr_scheduler=o.lr_scheduler,
         warmup_steps=o.warmup_steps,
-        min_lr_ratio=o.min_lr_ratio,
         total_steps=cfg.run.max_steps * steps_per_batch,
         micro_batch_tokens=rl.micro_batch_tokens,
         activation_checkpointing=cfg.model.activation_checkpointing,

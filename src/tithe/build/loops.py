@@ -138,13 +138,11 @@ def _rollout_plan(session: Session) -> RolloutPlan:
         on_publish=cfg.rollout.on_publish,
         buffer=cfg.rl.rollout_buffer_size,
         max_running=cfg.engine.max_running * cfg.run.ranks,
-        failed_batches=cfg.monitor.failure_batches_alarm,
+        failed_batches=cfg.monitor.alarm_after,
         schedule=schedule_of(cfg),
         diversity_penalty=cfg.reward.diversity_penalty,
         needs_spread=cfg.rl.dynamic_sampling,
-        sizes=GroupSizes(cfg.schedule.adaptive_samples, cfg.schedule.min_samples, cfg.schedule.max_samples)
-        if cfg.schedule.adaptive_samples
-        else GroupSizes(),
+        sizes=GroupSizes(cfg.schedule.adaptive_samples),
     )
 
 
@@ -196,12 +194,7 @@ def _sinks(cfg: RunConfig, run_dir: Path, serial: int) -> Iterator[FanOut]:
     view = ProgressView(
         run.max_steps, first_step=serial, deadline_s=None if run.max_minutes is None else 60 * run.max_minutes
     )
-    rules = AlarmRules(
-        failure_batches=monitor.failure_batches_alarm,
-        dropped_batches=monitor.dropped_batches_alarm,
-        zero_reward_batches=monitor.zero_reward_batches_alarm,
-    )
-    alarms = Alarms(rules, on_alarm=view.alarm)
+    alarms = Alarms(AlarmRules(batches=monitor.alarm_after), on_alarm=view.alarm)
     alarms.replay(read_rows(run_dir / METRICS_FILE).rows)
     sinks: list[MetricSink] = [jsonl, alarms]
     if monitor.progress:

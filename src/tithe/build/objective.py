@@ -34,26 +34,25 @@ OVERLONG_SHARE = 5
 def loss_settings(cfg: RunConfig, kl_coef: float) -> LossSettings:
     """The loss's part."""
     rl = cfg.rl
+    estimator, _, weighed = rl.kl_estimator.partition("_")
     return LossSettings(
         aggregation=Aggregation(rl.aggregation),
         clip_range=rl.clip_range,
         clip_range_high=rl.clip_range_high,
         kl_coef=kl_coef if rl.kl_placement == "loss" else 0.0,
-        kl_estimator=rl.kl_estimator,
+        kl_estimator=estimator,
         entropy_coef=rl.entropy_coef,
         dual_clip=rl.dual_clip,
         kl_level=rl.kl_level,
-        kl_unbiased=rl.kl_unbiased,
-        correction=CorrectionSettings(
-            rl.correction, rl.correction_level, rl.correction_low, rl.correction_high, rl.correction_veto
-        ),
+        kl_unbiased=weighed == "unbiased",
+        correction=CorrectionSettings(*rl.correction_of, *rl.correction_bounds, rl.correction_veto),
     )
 
 
 def kl_control(cfg: RunConfig) -> KLControl:
     """Fixed, or steered to `rl.kl_target`."""
     rl = cfg.rl
-    return KLControl(rl.kl_target, rl.kl_horizon, floor=rl.kl_coef / KL_RANGE, ceiling=rl.kl_coef * KL_RANGE)
+    return KLControl(*rl.kl_steering, floor=rl.kl_coef / KL_RANGE, ceiling=rl.kl_coef * KL_RANGE)
 
 
 def critic_settings(cfg: RunConfig) -> CriticSettings | None:
@@ -62,17 +61,16 @@ def critic_settings(cfg: RunConfig) -> CriticSettings | None:
     if rl.algorithm != "ppo":
         return None
     steps = rl.critic_warmup_steps * rl.ppo_epochs * rl.mini_batches
-    return CriticSettings(rl.critic_lr or cfg.optimizer.lr, rl.value_clip, steps)
+    return CriticSettings(rl.clip_range, steps)
 
 
 def advantage_plan(cfg: RunConfig) -> AdvantagePlan:
     """How rewards become advantages."""
     rl, limit = cfg.rl, cfg.rollout.max_new_tokens
-    buffer = rl.overlong_buffer or max(1, limit // OVERLONG_SHARE)
     return AdvantagePlan(
         rule=AdvantageRule(ESTIMATOR_OF[rl.algorithm], rl.advantage_scale, rl.gamma, rl.gae_lambda),
-        overlong=Overlong(rl.overlong, limit, buffer),
-        kl_estimator=rl.kl_estimator,
+        overlong=Overlong(rl.overlong, limit, max(1, limit // OVERLONG_SHARE)),
+        kl_estimator=rl.kl_estimator.partition("_")[0],
         kl_level=rl.kl_level,
         kl_in_reward=rl.kl_placement == "reward",
     )
@@ -115,7 +113,7 @@ def reference_of(cfg: RunConfig, base: Base, trainer: Trainer) -> Reference:
     Raises `ConfigError` for another vocabulary, `AdapterError` or `ModelError` for what cannot be loaded.
     """
     named = cfg.rl.kl_reference
-    if named in ("base", "moving"):
+    if named == "base" or cfg.rl.reference_every is not None:
         return trainer.reference
     directory = Path(named)
     if (directory / "adapter_config.json").is_file():

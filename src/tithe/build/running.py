@@ -104,10 +104,11 @@ def _begin(stack: ExitStack, session: Session, run_dir: Path) -> Pool:
 
 def _bind_prompts(pool: Pool, session: Session) -> None:
     schedule = session.cfg.schedule
+    low, high = schedule.rest_outside
     curriculum = Curriculum(
         rest_batches=schedule.rest_batches,
-        rest_below=schedule.rest_below,
-        rest_above=schedule.rest_above,
+        rest_below=low,
+        rest_above=high,
         is_weighted=schedule.prompt_weights == "pass_rate",
     )
     pool.bind_prompts(PromptSource(list(session.items()), session.cfg.run.seed), curriculum=curriculum)

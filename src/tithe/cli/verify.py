@@ -52,7 +52,7 @@ def _screen(args: argparse.Namespace) -> Mapping[str, object]:
     cfg = load_config(args.target, args.overrides)
     task = cfg.task
     columns = Columns(task.prompt_column, task.answer_column, needs_answer=False, instruction="")
-    options = {"seed": task.seed, "max_operand": task.max_operand, "eval_size": task.eval_size}
+    options = {"seed": task.seed, "eval_size": task.eval_size}
     read = read_source(task.source, columns, key="task.source", **options)
     train, held, broken = read.items, (), read.broken
     if task.eval_source is not None and task.eval_source != task.source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 DAPO_CLIP_HIGH = 0.28
 """Upper clip of DAPO (arXiv 2503.14476)."""
@@ -64,6 +64,11 @@ CORRECTIONS: dict[str, CorrectionDefaults] = {
 }
 """Name → defaults: TIS as FlashRL and verl, IcePop as Ring-1T, decoupled as AReaL's runs."""
 
+Level = Literal["token", "sequence", "geometric"]
+
+LEVELS: dict[str, Level] = {"": "token", "sequence": "sequence", "geometric": "geometric"}
+"""Ending of a correction's name → what its weight belongs to."""
+
 WEIGHING = frozenset({"tis", "mis", "icepop", "decoupled"})
 """Corrections that weigh a sample by the trainer's policy over what it was drawn from."""
 
@@ -73,9 +78,20 @@ def of_algorithm(field: str) -> Callable[[dict[str, Any]], Any]:
     return lambda values: getattr(ALGORITHMS[values["algorithm"]], field)
 
 
-def of_correction(field: str) -> Callable[[dict[str, Any]], Any]:
-    """The default of a key from the correction above it."""
-    return lambda values: getattr(CORRECTIONS[values["correction"]], field)
+def correction_parts(correction: str) -> tuple[str, Level]:
+    """The name of a correction, and what its weight belongs to.
+
+    >>> correction_parts("mis_geometric"), correction_parts("tis")
+    (('mis', 'geometric'), ('tis', 'token'))
+    """
+    name, _, level = correction.partition("_")
+    return name, LEVELS[level]
+
+
+def of_correction(values: dict[str, Any]) -> tuple[float, float | None]:
+    """The bounds of a weight under the correction above them."""
+    defaults = CORRECTIONS[correction_parts(values["correction"])[0]]
+    return defaults.low, defaults.high
 
 
 def clip_high(values: dict[str, Any]) -> float | None:

@@ -48,8 +48,13 @@ def _default(info: FieldInfo) -> str:
         return text
     if info.default is PydanticUndefined:
         raise TypeError(f"a derived default needs a text: {info}")
-    value = list(info.default) if isinstance(info.default, tuple) else info.default
-    return f"`{dump_yaml([value]).strip().removeprefix('- ')}`"
+    if isinstance(info.default, tuple):
+        return f"`[{', '.join(_text(value) for value in info.default)}]`"
+    return f"`{_text(info.default)}`"
+
+
+def _text(value: object) -> str:
+    return dump_yaml([value]).strip().removeprefix("- ")
 
 
 def _flow(text: str | None) -> str:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from tithe.config.algorithms import clip_high, of_algorithm, of_correction
-from tithe.config.base import LocalPath, Section, TextTuple, derived
+from tithe.config.algorithms import Level, clip_high, correction_parts, of_algorithm, of_correction
+from tithe.config.base import LocalPath, Section, TextTuple, absolute_path, as_tuple, derived
+
+KL_HORIZON = 10_000
+"""Rollouts of `rl.kl_target` where none are given (arXiv 1909.08593)."""
+
+MOVING_EVERY = 50
+"""Batches between two copies of a moving reference where none are given."""
+
+_MOVING = re.compile(r"moving(:0*(?P<every>[1-9][0-9]*))?")
+
+
+def _reference(value: str) -> str:
+    if value == "base" or _MOVING.fullmatch(value):
+        return value
+    if value.startswith("moving:"):
+        raise ValueError("names no whole number of batches above 0")
+    return absolute_path(value)
+
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+"""A share below the whole."""
 
 
 class ModelSettings(Section):
@@ -92,27 +113,21 @@ class OptimizerSettings(Section):
     weight_decay: float = Field(default=0.0, ge=0, le=10)
     """Decoupled decay per step, times the learning rate, toward zero change of the base."""
 
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the gradient's running mean."""
-
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the squared gradient's running mean."""
-
-    eps: float = Field(default=1e-8, gt=0, le=1)
-    """Added to the root of the second moment; bounds the step where gradients are tiny."""
+    betas: Annotated[
+        tuple[Share, Share], as_tuple, Field(json_schema_extra={"allowed": "[beta1, beta2], both >= 0 and < 1"})
+    ] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
 
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's global L2 norm is scaled down to this. A large number such as 1e9 never clips."""
 
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` x `lr` at `run.max_steps`."""
+    """Shape after the warm-up. `linear` and `cosine` fall towards 0, which the step after the last one would
+    have; a line to another end is `schedule.change: linear` with `lr` in its phases."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of a linear rise; the first one takes `lr` / (`warmup_steps` + 1), the first one after them
     `lr`."""
-
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Floor of the schedule as a share of `lr`."""
 
 
 class RlSettings(Section):
@@ -144,38 +159,38 @@ class RlSettings(Section):
     and scaled; under `ppo` and with `advantage_scale: batch` it is part of the rewards, and the reference is scored
     before the batch is trained."""
 
-    kl_estimator: Literal["k1", "k2", "k3"] = derived(
+    kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = derived(
         lambda values: "k1" if values["kl_placement"] == "reward" else of_algorithm("kl_estimator")(values),
         "`k1` in the reward, `k2` for `reinforce_pp_baseline`, else `k3`",
     )
     """With d = log π - log π_ref: `k1` d, unbiased and of either sign; `k2` d²/2, whose gradient as a loss is the KL's;
-    `k3` exp(-d) - 1 + d, never negative. `k1` in the loss has no gradient on average and is refused there, unless
-    `kl_unbiased`."""
+    `k3` exp(-d) - 1 + d, never negative. `k1` in the loss has no gradient on average and is refused there. The
+    unbiased ones, in the loss, are weighed by the importance ratio, gradient included (DeepSeek-V3.2): right for
+    samples of an older policy too."""
 
     kl_level: Literal["token", "sequence"] = "token"
     """`sequence` estimates from a whole rollout's log-ratio; in the reward it is taken from the rollout's reward before
     anything is compared."""
 
-    kl_unbiased: bool = False
-    """Weigh the estimate in the loss by the importance ratio, gradient included (DeepSeek-V3.2): right for samples of
-    an older policy too."""
-
-    kl_target: float | None = Field(default=None, gt=0)
-    """KL in nats a token (the metric `kl_mean`) that `kl_coef` is steered to from batch to batch: above it the weight
-    rises, below it falls, within a hundredth and a hundred times `kl_coef`. `null` keeps the weight."""
-
-    kl_horizon: int = Field(default=10_000, ge=1)
-    """Rollouts in which the weight changes by a fifth while the KL is far from `kl_target`."""
-
-    kl_reference: Literal["base", "moving"] | LocalPath = Field(
-        default="base", json_schema_extra={"allowed": "base, moving, or a path"}
+    kl_target: (
+        Annotated[float, Field(gt=0)]
+        | Annotated[tuple[Annotated[float, Field(gt=0)], Annotated[int, Field(ge=1)]], as_tuple]
+        | None
+    ) = Field(
+        default=None,
+        json_schema_extra={"allowed": "a number > 0, [target > 0, horizon >= 1]"},
     )
-    """`base` is the model without adapter; `moving` a copy of the policy, made anew every `kl_reference_every` batches;
-    a path names an adapter on this base in PEFT format (RUN_DIR/adapter), or another model with the same vocabulary,
-    which is loaded beside the base."""
+    """KL in nats a token (the metric `kl_mean`) that `kl_coef` is steered to from batch to batch: above it the weight
+    rises, below it falls, within a hundredth and a hundred times `kl_coef`. `[target, horizon]` also says in how many
+    rollouts the weight changes by a fifth while the KL is far from the target, 10,000 otherwise. `null` keeps the
+    weight."""
 
-    kl_reference_every: int = Field(default=50, ge=1)
-    """Batches between two copies of a `moving` reference."""
+    kl_reference: Annotated[str, Field(min_length=1), AfterValidator(_reference)] = Field(
+        default="base", json_schema_extra={"allowed": "base, moving, moving:BATCHES, or a path"}
+    )
+    """`base` is the model without adapter; `moving` a copy of the policy, made anew every 50 batches, `moving:8` every
+    8; a path names an adapter on this base in PEFT format (RUN_DIR/adapter), or another model with the same vocabulary,
+    which is loaded beside the base."""
 
     clip_range: float | None = derived(of_algorithm("clip_range"), "0.2; 3e-4 for `gspo`, 1 for `cispo`", gt=0, le=1)
     """Lower clip of the importance ratio: no gain from pushing it below 1 - clip_range. `null` leaves the ratio
@@ -190,26 +205,37 @@ class RlSettings(Section):
     """Bounds the loss of a token with a negative advantage by this many times the advantage (arXiv 1912.09729; 3 is
     usual). `null` bounds nothing."""
 
-    correction: Literal["none", "tis", "mis", "icepop", "decoupled", "opsm"] = "none"
+    correction: Literal[
+        "none",
+        "tis",
+        "tis_sequence",
+        "tis_geometric",
+        "mis",
+        "mis_sequence",
+        "mis_geometric",
+        "icepop",
+        "decoupled",
+        "opsm",
+    ] = "none"
     """What a sample of an older policy counts. `none`: the ratio is taken against the sampler's log-probs, and its clip
     is all that bounds it. The others but `opsm` take the ratio against the policy with which the batch begins, and
-    weigh each sample by that policy over the sampler: `tis` with the weight cut at `correction_high`; `mis` with 0
-    outside the bounds; `icepop` the same for single tokens; `decoupled` as `tis` for single tokens (AReaL's PPO).
-    `opsm` leaves out answers with a negative advantage from which the policy has drifted away."""
+    weigh each sample by that policy over the sampler: `tis` with the weight cut at the upper one of
+    `correction_bounds`; `mis` with 0 outside of them; `icepop` the same; `decoupled` as `tis` (AReaL's PPO). A weight
+    belongs to a token; under `tis_sequence` and `mis_sequence` to a rollout, by the product of its ratios, and under
+    `tis_geometric` and `mis_geometric` by their geometric mean, which does not grow with the length. `mis` of whole
+    rollouts scores the batch beforehand, so that what it leaves out is no part of a baseline. `opsm` leaves out answers
+    with a negative advantage from which the policy has drifted away."""
 
-    correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """What a weight of `tis` and `mis` belongs to: a token; a rollout, by the product of its ratios; or a rollout, by
-    their geometric mean, which does not grow with the length. With whole rollouts `mis` scores the batch beforehand, so
-    that what it leaves out is no part of a baseline."""
-
-    correction_low: float = derived(of_correction("low"), "0.5 for `mis` and `icepop`, else 0", ge=0, le=1)
-    """Smallest weight that `mis` and `icepop` keep."""
-
-    correction_high: float | None = derived(
-        of_correction("high"), "2 for `tis` and `mis`, 5 for `icepop` and `decoupled`, 0.1 for `opsm`", gt=0
+    correction_bounds: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(gt=0)] | None],
+        as_tuple,
+        Field(json_schema_extra={"allowed": "[low, high], low >= 0 and <= 1, high > 0 or null"}),
+    ] = derived(
+        of_correction,
+        "[0.5, 2] for `mis`, [0.5, 5] for `icepop`, [0, 2] for `tis`, [0, 5] for `decoupled`, [0, 0.1] for `opsm`",
     )
-    """Largest weight; for `opsm` the mean drift in nats a token. `null` is no bound, which is refused when samples may
-    be older than one batch."""
+    """Smallest weight that `mis` and `icepop` keep (0 elsewhere), and largest weight; for `opsm` the mean drift in nats
+    a token. An upper bound of `null` is none, which is refused when samples may be older than one batch."""
 
     correction_veto: float | None = Field(default=None, gt=0, lt=1)
     """`mis` leaves out a rollout with any token whose ratio is below this; 1e-4 is usual. `null` looks at no token."""
@@ -244,15 +270,9 @@ class RlSettings(Section):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Discount of later errors in `ppo`'s advantages: 1 trusts rewards alone, less trusts the critic."""
 
-    critic_lr: float | None = Field(default=None, gt=0, le=1)
-    """Peak learning rate of `ppo`'s critic. `null` is `optimizer.lr`."""
-
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Batches at the start in which `ppo`'s critic learns alone."""
-
-    value_clip: float | None = Field(default=0.2, gt=0)
-    """How far a value may move in one batch before `ppo`'s critic earns nothing from moving it on. `null` bounds
-    nothing."""
+    """Batches at the start in which `ppo`'s critic learns alone. Its learning rate is the policy's; how far a value may
+    move in one batch before it earns nothing from moving on is `clip_range`, as in OpenAI's baselines."""
 
     dynamic_sampling: bool = derived(of_algorithm("dynamic_sampling"), "`true` for `dapo`, else `false`")
     """Groups of equal rewards are dropped as they finish, and another prompt takes their place, so that every trained
@@ -262,11 +282,7 @@ class RlSettings(Section):
         of_algorithm("overlong"), "`punish` for `dapo`, else `keep`"
     )
     """Answers near `rollout.max_new_tokens`: `keep` trains them as they are, `filter` leaves out those that were cut,
-    `punish` takes up to 1 from the reward within the last `overlong_buffer` tokens."""
-
-    overlong_buffer: int | None = Field(default=None, ge=1)
-    """Tokens before the limit over which the punishment grows from 0 to 1. `null` is a fifth of
-    `rollout.max_new_tokens`, as DAPO's 4096 of 20480."""
+    `punish` takes from the reward, over the last fifth of them (DAPO's 4096 of 20480) more and more, up to 1."""
 
     max_train_tokens: int | None = Field(default=None, ge=1)
     """Train only the first tokens of longer completions: bounds the trainer's memory while answers may be longer. The
@@ -316,3 +332,19 @@ class RlSettings(Section):
     """`function_validation`: the completion is judged by `reward.function` and shaped: an unreadable answer earns
     `reward.unreadable` and every matching `reward.format_rules` entry adds its weight. `none`: the function's bare
     verdict; an unreadable answer counts as wrong, and format rules are an error."""
+
+    @property
+    def correction_of(self) -> tuple[str, Level]:
+        """The correction's name and what a weight belongs to: `mis_geometric` is ("mis", "geometric")."""
+        return correction_parts(self.correction)
+
+    @property
+    def kl_steering(self) -> tuple[float | None, int]:
+        """Target (None: the weight is kept) and horizon of `kl_target`."""
+        return self.kl_target if isinstance(self.kl_target, tuple) else (self.kl_target, KL_HORIZON)
+
+    @property
+    def reference_every(self) -> int | None:
+        """Batches between two copies of a moving reference; None for one that stays."""
+        match = _MOVING.fullmatch(self.kl_reference)
+        return int(match["every"] or MOVING_EVERY) if match else None

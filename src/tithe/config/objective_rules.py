@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tithe.config.algorithms import WEIGHING
+from tithe.config.algorithms import CORRECTIONS, WEIGHING
 from tithe.config.phases import schedule_of
 from tithe.config.sections import RunSections
 
@@ -44,7 +44,7 @@ def _clipping(cfg: RunSections) -> Iterator[Problem]:
     if rl.clip_range_high is not None:
         yield "rl.clip_range_high", f"{rl.clip_range_high} while rl.clip_range is null; give both, or leave this out"
     late = _late(cfg)
-    if late and rl.correction not in WEIGHING:
+    if late and rl.correction_of[0] not in WEIGHING:
         both = " and " in late
         remedy = (
             f"give a clip such as 0.2, choose an rl.correction such as tis, or lower {'both' if both else 'that'} to"
@@ -55,40 +55,36 @@ def _clipping(cfg: RunSections) -> Iterator[Problem]:
 
 def _correction(cfg: RunSections) -> Iterator[Problem]:
     rl = cfg.rl
-    if rl.correction == "none":
-        for name in ("correction_low", "correction_high", "correction_veto"):
-            if getattr(rl, name):
-                yield (
-                    f"rl.{name}",
-                    f"{getattr(rl, name)} while rl.correction = none weighs nothing; choose one, or leave it out",
-                )
+    name, (low, high) = rl.correction_of[0], rl.correction_bounds
+    bounds = f"[{low:g}, {'null' if high is None else f'{high:g}'}]"
+    if name == "none":
+        nothing = "while rl.correction = none weighs nothing; choose one, or leave it out"
+        if low > 0 or high is not None:
+            yield "rl.correction_bounds", f"{bounds} {nothing}"
+        if rl.correction_veto is not None:
+            yield "rl.correction_veto", f"{rl.correction_veto} {nothing}"
         return
     late = _late(cfg)
-    if rl.correction_high is None and (late or rl.correction == "opsm"):
-        what = (
-            f"null (unbounded weight) is known to diverge with {late}" if late else "null leaves opsm without a bound"
-        )
-        yield "rl.correction_high", f"{what}; give a bound such as {0.1 if rl.correction == 'opsm' else 2.0:g}"
-    if rl.correction_high is not None and rl.correction_high <= rl.correction_low:
-        low = f"rl.correction_low = {rl.correction_low}"
-        yield "rl.correction_high", f"{rl.correction_high} is not above {low}; raise it, or lower that"
-    if rl.correction_level != "token" and rl.correction not in {"tis", "mis"}:
-        yield (
-            "rl.correction_level",
-            f"{rl.correction_level}: rl.correction = {rl.correction} has no levels; leave it out",
-        )
-    if rl.correction_veto is not None and rl.correction != "mis":
+    if high is None and (late or name == "opsm"):
+        what = "an unbounded weight is known to diverge with " + late if late else "opsm has no bound then"
+        yield "rl.correction_bounds", f"{bounds}: {what}; end it with one such as {0.1 if name == 'opsm' else 2.0:g}"
+    if high is not None and high <= low:
+        yield "rl.correction_bounds", f"{bounds}: the second is not above the first; raise it, or lower that"
+    if low > 0 and CORRECTIONS[name].low == 0:
+        yield "rl.correction_bounds", f"{bounds}: {name} leaves out no small weight; begin with 0"
+    if rl.correction_veto is not None and name != "mis":
         yield "rl.correction_veto", f"{rl.correction_veto}: only rl.correction = mis has a veto; leave it out"
 
 
 def _kl(cfg: RunSections) -> Iterator[Problem]:
     rl = cfg.rl
     in_loss = rl.kl_placement == "loss"
-    if rl.kl_coef > 0 and in_loss and rl.kl_estimator == "k1" and not rl.kl_unbiased:
+    if rl.kl_coef > 0 and in_loss and rl.kl_estimator == "k1":
         reason = "in the loss it has no gradient on average"
-        yield "rl.kl_estimator", f"k1: {reason}; take k2 or k3, set rl.kl_unbiased, or rl.kl_placement to reward"
-    if rl.kl_unbiased and not in_loss:
-        yield "rl.kl_unbiased", "true weighs a KL in the loss, and rl.kl_placement is reward; change one of the two"
+        yield "rl.kl_estimator", f"k1: {reason}; take k2, k3 or k1_unbiased, or set rl.kl_placement to reward"
+    if rl.kl_estimator.endswith("unbiased") and not in_loss:
+        reason = "weighs a KL in the loss, and rl.kl_placement is reward; change one of the two"
+        yield "rl.kl_estimator", f"{rl.kl_estimator} {reason}"
     most = max(values.kl_coef for values in schedule_of(cfg).values)
     if rl.kl_target is not None and any(phase.kl_coef is not None for phase in cfg.schedule.phases):
         yield "rl.kl_target", f"{rl.kl_target} steers a weight that schedule.phases sets; leave one of the two out"
@@ -111,9 +107,7 @@ def _algorithm(cfg: RunSections) -> Iterator[Problem]:
 
 
 def _lengths(cfg: RunSections) -> Iterator[Problem]:
-    buffer, limit = cfg.rl.overlong_buffer, cfg.rollout.max_new_tokens
-    if buffer is not None and buffer >= limit:
-        yield "rl.overlong_buffer", f"{buffer} is not less than rollout.max_new_tokens = {limit}; lower it"
+    limit = cfg.rollout.max_new_tokens
     if cfg.rl.overlong == "punish" and limit < 2:
         yield "rl.overlong", f"punish needs room before rollout.max_new_tokens = {limit}; raise that, or take keep"
 
@@ -139,11 +133,8 @@ def _ranks(cfg: RunSections) -> Iterator[Problem]:
     for name in ("ppo_epochs", "mini_batches"):
         if getattr(rl, name) > 1:
             yield f"rl.{name}", f"{getattr(rl, name)} {reason}; set it to 1, or run.ranks to 1"
-    if rl.correction == "mis" and (rl.correction_level != "token" or rl.correction_veto is not None):
-        yield (
-            "rl.correction",
-            f"mis of whole rollouts {reason}; take rl.correction_level = token without a veto, or tis",
-        )
+    if rl.correction_of[0] == "mis" and (rl.correction != "mis" or rl.correction_veto is not None):
+        yield "rl.correction", f"mis of whole rollouts {reason}; take mis without a veto, or tis"
     summed = rl.advantage_scale == "batch" or rl.kl_level == "sequence" or rl.algorithm in NO_GROUP
     if rl.kl_coef > 0 and rl.kl_placement == "reward" and summed:
         yield "rl.kl_placement", f"reward, as {rl.algorithm} takes it, {reason}; take loss with rl.kl_estimator = k3"

@@ -128,17 +128,19 @@ def phase_problems(cfg: RunSections) -> Iterator[tuple[str, str]]:
             batch = f"rl.batch_size_per_update = {rl.batch_size_per_update}"
             problem = f"samples_per_prompt = {size} does not divide {batch}; change one of the two"
             yield "schedule.phases", f"{phase.name}: {problem}"
-    if schedule.rest_below >= schedule.rest_above:
-        yield "schedule.rest_below", f"{schedule.rest_below} must be less than rest_above = {schedule.rest_above}"
-    if not schedule.adaptive_samples:
+    low, high = schedule.rest_outside
+    if low >= high:
+        yield "schedule.rest_outside", f"[{low:g}, {high:g}]: the first must be less than the second"
+    if schedule.adaptive_samples is None:
         return
+    fewest, most = schedule.adaptive_samples
     sizes = [rl.samples_per_prompt, *(p.samples_per_prompt for p in phases if p.samples_per_prompt is not None)]
-    if schedule.min_samples > min(sizes):
+    if fewest > min(sizes):
         reason = f"more than the number of samples it would lower ({min(sizes)}); lower it, or raise that"
-        yield "schedule.min_samples", f"{schedule.min_samples} is {reason}"
-    if schedule.max_samples is not None and schedule.max_samples < max(sizes):
+        yield "schedule.adaptive_samples", f"[{fewest}, {most}]: {fewest} is {reason}"
+    if most < max(sizes):
         reason = f"less than the number of samples it would raise ({max(sizes)}); raise it"
-        yield "schedule.max_samples", f"{schedule.max_samples} is {reason}"
+        yield "schedule.adaptive_samples", f"[{fewest}, {most}]: {most} is {reason}"
 
 
 def _length_problems(phases: tuple[Phase, ...]) -> Iterator[tuple[str, str]]:

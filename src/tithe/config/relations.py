@@ -29,7 +29,7 @@ def check_relations(cfg: RunSections) -> None:
 
 
 def _sizes(cfg: RunSections) -> Iterator[_Problem]:
-    rl, rollout, run = cfg.rl, cfg.rollout, cfg.run
+    rl, rollout = cfg.rl, cfg.rollout
     group = rl.samples_per_prompt
     for name in ("batch_size_per_update", "rollout_buffer_size"):
         size = getattr(rl, name)
@@ -43,11 +43,6 @@ def _sizes(cfg: RunSections) -> Iterator[_Problem]:
     if longest > cfg.model.max_context:
         parts = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
         yield "model.max_context", f"{cfg.model.max_context} is less than {parts}; raise it or lower one of those"
-    needed = run.checkpoint_every * run.keep_checkpoints
-    if run.keep_pool_batches < needed:
-        product = f"run.checkpoint_every x run.keep_checkpoints = {needed}"
-        reason = "a resume from the oldest checkpoint would lack rows; raise it to that"
-        yield "run.keep_pool_batches", f"{run.keep_pool_batches} is less than {product}: {reason}"
 
 
 def _staleness(cfg: RunSections) -> Iterator[_Problem]:
@@ -96,12 +91,10 @@ def _rewards(cfg: RunSections) -> Iterator[_Problem]:
         yield "reward.right", f"{reward.right} must be more than reward.wrong = {reward.wrong}"
     if reward.right <= reward.unreadable:
         yield "reward.unreadable", f"{reward.unreadable} must be less than reward.right = {reward.right}"
-    for name in ("bounds", "clip"):
+    for name in ("normalise", "clip"):
         span = getattr(reward, name)
-        if span is not None and not span[0] < span[1]:
+        if isinstance(span, tuple) and not span[0] < span[1]:
             yield f"reward.{name}", f"[{span[0]:g}, {span[1]:g}]: give the lower end first"
-    if (reward.normalise == "bounds") != (reward.bounds is not None):
-        yield "reward.bounds", f"{reward.bounds} while reward.normalise = {reward.normalise}; give both, or neither"
     if reward.normalise == "running" and cfg.rl.advantage_scale != "none":
         remedy = "divides by each group's own deviation, which undoes it; set it to none, or leave reward.normalise out"
         yield "rl.advantage_scale", f"{cfg.rl.advantage_scale} while reward.normalise = running: it {remedy}"

@@ -30,9 +30,7 @@ RESUME_MUTABLE: frozenset[str] = frozenset(
         "monitor.progress",
         "monitor.tensorboard",
         "monitor.report",
-        "monitor.failure_batches_alarm",
-        "monitor.dropped_batches_alarm",
-        "monitor.zero_reward_batches_alarm",
+        "monitor.alarm_after",
         "run.dir",
         "run.max_steps",
         "run.max_minutes",
@@ -40,7 +38,6 @@ RESUME_MUTABLE: frozenset[str] = frozenset(
         "run.patience",
         "run.checkpoint_every",
         "run.keep_checkpoints",
-        "run.keep_pool_batches",
         "run.ranks",
         "run.threads",
     }

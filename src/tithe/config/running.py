@@ -6,6 +6,9 @@ from pydantic import Field
 
 from tithe.config.base import LocalPath, Section, absolute_path, derived
 
+KEPT_BATCHES = 200
+"""Fewest trained batches whose token arrays stay in the pool."""
+
 
 class MonitorSettings(Section):
     """What is shown, written and watched."""
@@ -19,14 +22,9 @@ class MonitorSettings(Section):
     report: bool = True
     """Write `RUN_DIR/report.html` at the end."""
 
-    failure_batches_alarm: int = Field(default=3, ge=1)
-    """Batches in a row with the same cause of failed rollouts before an alarm."""
-
-    dropped_batches_alarm: int = Field(default=3, ge=1)
-    """Batches in a row with more than half of the groups dropped as too old before an alarm."""
-
-    zero_reward_batches_alarm: int = Field(default=3, ge=1)
-    """Batches in a row whose rewards are all exactly 0 before an alarm: mostly an extractor that never matches."""
+    alarm_after: int = Field(default=3, ge=1)
+    """Batches in a row before an alarm, with one cause of failed rollouts, with more than half of the groups dropped as
+    too old, or with all rewards exactly 0 (mostly an extractor that never matches)."""
 
 
 class RunSettings(Section):
@@ -70,11 +68,8 @@ class RunSettings(Section):
     """Batches between two checkpoints; a crash loses at most this many."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Complete checkpoints kept; older ones are deleted only after a newer one is durable."""
-
-    keep_pool_batches: int = Field(default=200, ge=1)
-    """Trained batches whose tokens and log-probs stay in the pool database; of older ones only text and rewards do. At
-    least `checkpoint_every` x `keep_checkpoints`, because a resume trains the rows after its checkpoint again."""
+    """Complete checkpoints kept; older ones are deleted only after a newer one is durable. Tokens and log-probs of as
+    many batches as lie between them stay in the pool, at least of 200; of older ones only text and rewards do."""
 
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$", json_schema_extra={"allowed": "cpu, cuda, or cuda:N"}
@@ -89,3 +84,8 @@ class RunSettings(Section):
 
     threads: int | None = Field(default=None, ge=1, le=4096)
     """Threads for arithmetic of each rank. `null` shares out the cores that this process may use."""
+
+    @property
+    def keep_pool_batches(self) -> int:
+        """Trained batches whose token arrays the pool keeps: a resume trains the rows after its checkpoint again."""
+        return max(KEPT_BATCHES, self.checkpoint_every * self.keep_checkpoints)

@@ -10,9 +10,13 @@ from pydantic import AfterValidator, Field
 
 from tithe.config.base import RegexText, Section, TextTuple, absolute_path, as_tuple
 
+LARGEST_OPERAND = 1_000_000
+"""Most that `sums:N` and `products:N` may ask for."""
+
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _FILE_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 _GYM = re.compile(r"reasoning_gym:[A-Za-z_]\w*")
+_ARITHMETIC = re.compile(r"(sums|products)(:[0-9]{1,7})?")
 
 
 def _reward_function(value: str) -> str:
@@ -45,7 +49,11 @@ def _task_source(value: str) -> str:
             "names an environment that runs its own agents over HTTP, which is not read (write its rows to a .jsonl "
             "file, and name its reward function in reward.function)"
         )
-    if value in ("sums", "products") or _GYM.fullmatch(value) or _FUNCTION.fullmatch(value):
+    if _ARITHMETIC.fullmatch(value):
+        if int(value.partition(":")[2] or 1) not in range(1, LARGEST_OPERAND + 1):
+            raise ValueError(f"has a largest operand outside 1 to {LARGEST_OPERAND}")
+        return value
+    if _GYM.fullmatch(value) or _FUNCTION.fullmatch(value):
         return value
     if value.endswith((".jsonl", ".parquet")):
         return absolute_path(value)
@@ -58,8 +66,8 @@ TaskSource = Annotated[
     str,
     Field(
         json_schema_extra={
-            "allowed": "sums, products, reasoning_gym:NAME, a .jsonl or .parquet file, a dataset's folder/, "
-            "or module:function"
+            "allowed": "sums, products, sums:LARGEST, reasoning_gym:NAME, a .jsonl or .parquet file, a dataset's "
+            "folder/, or module:function"
         }
     ),
     AfterValidator(_task_source),
@@ -162,12 +170,12 @@ class RewardSettings(Section):
     parts: Annotated[tuple[RewardPart, ...], as_tuple] = ()
     """List of `{name, function, kind, weight}`: what is added to `function`'s reward, by its kind."""
 
-    normalise: Literal["none", "bounds", "running"] = "none"
-    """`bounds` maps the sum of all parts from `reward.bounds` to [-1, 1]. `running` divides rewards by the standard
-    deviation of all rewards trained on so far, when advantages are taken. The pool keeps what `bounds` made."""
-
-    bounds: Bounds | None = None
-    """Lowest and highest sum of all parts, for `normalise: bounds`; what lies outside is cut to them."""
+    normalise: Literal["none", "running"] | Annotated[tuple[float, float], as_tuple] = Field(
+        default="none", json_schema_extra={"allowed": "none, running, or [low, high]"}
+    )
+    """`[low, high]` maps the sum of all parts from these bounds to [-1, 1], and cuts what lies outside; the pool keeps
+    what that made. `running` divides rewards by the standard deviation of all rewards trained on so far, when
+    advantages are taken."""
 
     clip: Bounds | None = None
     """Lowest and highest reward, applied last."""
@@ -203,8 +211,9 @@ class TaskSettings(Section):
     """The questions: what to train on and what to hold out."""
 
     source: TaskSource = "sums"
-    """`sums` or `products` (built in), `reasoning_gym:NAME` (needs that package), a JSONL or Parquet file, a folder
-    that the library `datasets` wrote, or `module:function` that returns rows."""
+    """`sums` or `products` (built in, with operands from 0 to 12, or to N as `products:N`), `reasoning_gym:NAME` (needs
+    that package), a JSONL or Parquet file, a folder that the library `datasets` wrote, or `module:function` that
+    returns rows."""
 
     prompt_column: str = Field(default="prompt", min_length=1)
     """Column with the prompt: text, or a list of chat messages with `role` and `content`. A row without it that has a
@@ -220,9 +229,6 @@ class TaskSettings(Section):
     eval_size: int = Field(default=40, ge=1)
     """Held-out questions, disjoint from training with swapped twins (3 + 4 and 4 + 3). More narrows the confidence
     interval and lengthens each evaluation."""
-
-    max_operand: int = Field(default=12, ge=1, le=1_000_000)
-    """Largest operand of `sums` and `products`; operands start at 0."""
 
     instruction: str = ""
     """Text added to the end of every question after a line break, for instance how to give the answer."""

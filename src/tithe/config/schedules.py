@@ -52,27 +52,31 @@ class ScheduleSettings(Section):
     learning rate move in a straight line to the next phase's, which they reach at its first batch; the number of
     samples steps. A last phase of `share: 0` makes that line as long as the run."""
 
-    adaptive_samples: bool = False
-    """Number of samples by prompt: `max_samples` for one whose last group was right half of the time, falling to
-    `min_samples` for one that was solved or hopeless; the phase's own number for one that was never measured. Batches
-    keep their size."""
-
-    min_samples: int = Field(default=4, ge=2, le=65536)
-    """Fewest samples under `adaptive_samples`. With fewer than 4 a group's mean says little of the prompt."""
-
-    max_samples: int | None = Field(default=None, ge=2, le=65536)
-    """Most samples under `adaptive_samples`. `null` is twice the phase's own number."""
+    adaptive_samples: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=2, le=65536)], Annotated[int, Field(ge=2, le=65536)]],
+            as_tuple,
+            Field(json_schema_extra={"allowed": "[fewest, most], whole numbers >= 2 and <= 65536"}),
+        ]
+        | None
+    ) = None
+    """`[fewest, most]` samples by prompt: most for one whose last group was right half of the time, falling to the
+    fewest for one that was solved or hopeless; the phase's own number for one that was never measured. Batches keep
+    their size. With fewer than 4 a group's mean says little of the prompt. `null`: every prompt gets the phase's
+    number."""
 
     rest_batches: int = Field(default=0, ge=0, le=1_000_000)
-    """Batches for which a prompt rests once its group was solved (pass rate at least `rest_above`) or hopeless (at most
-    `rest_below`): equal rewards teach nothing. Then it comes back and is measured again. 0 lets no prompt rest. When
+    """Batches for which a prompt rests once its group was solved or hopeless (a pass rate that is not between those of
+    `rest_outside`): equal rewards teach nothing. Then it comes back and is measured again. 0 lets no prompt rest. When
     all prompts rest, they are drawn all the same."""
 
-    rest_above: float = Field(default=1.0, gt=0, le=1)
-    """Share of right answers (of rewards, where right and wrong are not known) from which a prompt is solved."""
-
-    rest_below: float = Field(default=0.0, ge=0, lt=1)
-    """Share of right answers up to which a prompt is hopeless."""
+    rest_outside: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=0, le=1)]],
+        as_tuple,
+        Field(json_schema_extra={"allowed": "[low, high], 0 <= low < high <= 1"}),
+    ] = (0.0, 1.0)
+    """Share of right answers (of rewards, where right and wrong are not known) up to which a prompt is hopeless, and
+    from which it is solved."""
 
     prompt_weights: Literal["uniform", "pass_rate"] = "uniform"
     """`uniform` draws every prompt once a pass. `pass_rate` draws a measured prompt in a share 4·p·(1 - p) of the

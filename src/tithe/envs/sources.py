@@ -19,6 +19,9 @@ from tithe.rewards import load_function
 MAX_BUILT_IN: Final = 20_000
 """Most questions a built-in source gives; with large operands they are a random choice."""
 
+LARGEST_OPERAND: Final = 12
+"""Of `sums` and `products` that name none; operands start at 0."""
+
 GYM_ROWS: Final = 1024
 """Rows taken from a reasoning_gym dataset, besides twice the held-out ones."""
 
@@ -26,13 +29,15 @@ _GYM: Final = "reasoning_gym:"
 _SIGNS: Final = {"sums": "+", "products": "*"}
 
 
-def read_source(source: str, columns: Columns, *, key: str, seed: int, max_operand: int, eval_size: int) -> ReadRows:
+def read_source(source: str, columns: Columns, *, key: str, seed: int, eval_size: int) -> ReadRows:
     """All rows of one source, in its own order. `key` names the configuration key in messages.
 
     Raises `ConfigError` when the source cannot be used, `DataError` when it has no usable row.
     """
-    if source in _SIGNS:
-        return read_objects(_arithmetic(_SIGNS[source], max_operand, seed), _built_in(columns), source)
+    kind, _, largest = source.partition(":")
+    if kind in _SIGNS and (largest.isdecimal() or not largest):
+        operands = int(largest or LARGEST_OPERAND)
+        return read_objects(_arithmetic(_SIGNS[kind], operands, seed), _built_in(columns), source)
     if source.startswith(_GYM):
         rows = _gym_rows(source.removeprefix(_GYM), GYM_ROWS + 2 * eval_size, seed, key)
         return read_objects(rows, _built_in(columns), source)

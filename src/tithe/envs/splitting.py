@@ -56,7 +56,8 @@ def hold_out(items: Sequence[PromptItem], eval_size: int, seed: int) -> Split:
         n_distinct = len({question_key(item) for item in items})
         raise ConfigError(
             f"task.eval_size: {n_distinct} distinct questions cannot give {eval_size} held-out ones and leave some to "
-            "train on; lower task.eval_size, raise task.max_operand for built-in tasks, or name task.eval_source",
+            "train on; lower task.eval_size, give a built-in task larger operands (task.source: sums:99), or name "
+            "task.eval_source",
             "task.eval_size",
         )
     return Split(shuffled(train, seed), shuffled(held, seed), duplicates=n_rows - len(held))

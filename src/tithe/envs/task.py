@@ -79,14 +79,7 @@ def load_task(settings: TaskSettings, *, needs_answer: bool = True) -> Task:
 
 
 def _read(settings: TaskSettings, source: str, key: str, columns: Columns) -> ReadRows:
-    read = read_source(
-        source,
-        columns,
-        key=key,
-        seed=settings.seed,
-        max_operand=settings.max_operand,
-        eval_size=settings.eval_size,
-    )
+    read = read_source(source, columns, key=key, seed=settings.seed, eval_size=settings.eval_size)
     require_whole(read, strict=settings.strict)
     return read
 

@@ -28,7 +28,7 @@ class KLControl:
         if self.target is not None and not self.target > 0:
             raise ConfigError(f"kl_target is above 0, or null for a fixed weight; not {self.target}", "rl.kl_target")
         if not self.horizon > 0:
-            raise ConfigError(f"kl_horizon is above 0, not {self.horizon}", "rl.kl_horizon")
+            raise ConfigError(f"the horizon of kl_target is above 0, not {self.horizon}", "rl.kl_target")
         if not 0 <= self.floor <= self.ceiling:
             raise ConfigError(f"the KL weight stays within [{self.floor}, {self.ceiling}], which is empty")
 

@@ -92,10 +92,11 @@ class CorrectionSettings:
 
     def __post_init__(self) -> None:
         if not self.low >= 0:
-            raise ConfigError(f"correction_low is at least 0, not {self.low}", "rl.correction_low")
+            raise ConfigError(f"correction_bounds begin at 0 or more, not {self.low}", "rl.correction_bounds")
         if self.high is not None and not self.high > self.low:
             raise ConfigError(
-                f"correction_high = {self.high} is not above correction_low = {self.low}", "rl.correction_high"
+                f"correction_bounds = [{self.low}, {self.high}]: the second is not above the first",
+                "rl.correction_bounds",
             )
         if self.veto is not None and not 0 < self.veto < 1:
             raise ConfigError(f"correction_veto is in (0, 1), not {self.veto}", "rl.correction_veto")
@@ -108,9 +109,9 @@ class LossSettings:
     `clip_range` ε_low and `clip_range_high` ε_high bound the importance ratio to [1 - ε_low, 1 + ε_high]; a high clip
     of None equals the low one, and a low clip of None leaves the ratio unclipped on both sides. `dual_clip` c bounds
     the loss of a token with A < 0 by -c·A. `kl_coef` weighs `kl_estimator` against the reference in the loss (0 when
-    the KL is in the reward), per token or for whole rollouts (`kl_level`); `kl_unbiased` weighs the estimate by the
-    importance ratio, gradient included. `entropy_coef` weighs an entropy bonus. KL and entropy are aggregated like the
-    policy loss, and no correction touches them.
+    the KL is in the reward), per token or for whole rollouts (`kl_level`); `kl_unbiased` (`kl_estimator: k3_unbiased`)
+    weighs the estimate by the importance ratio, gradient included. `entropy_coef` weighs an entropy bonus. KL and
+    entropy are aggregated like the policy loss, and no correction touches them.
     """
 
     aggregation: Aggregation

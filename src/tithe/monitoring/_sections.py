@@ -21,9 +21,8 @@ _TABLE_ROWS = 500
 
 def alarm_rules(run: RunData) -> AlarmRules:
     """The run's own thresholds where its configuration is readable."""
-    names = ("failure_batches", "dropped_batches", "zero_reward_batches")
-    given = {name: run.setting(f"monitor.{name}_alarm") for name in names}
-    return AlarmRules(**{name: value for name, value in given.items() if isinstance(value, int) and value > 0})
+    given = run.setting("monitor.alarm_after")
+    return AlarmRules(batches=given) if isinstance(given, int) and given > 0 else AlarmRules()
 
 
 def health_section(run: RunData, pool: PoolView) -> Markup:

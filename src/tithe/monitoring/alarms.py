@@ -48,18 +48,17 @@ class Alarm:
 
 @dataclass(frozen=True)
 class AlarmRules:
-    """When to raise. The first three are lengths in batches in a row (``monitor.*_batches_alarm``); so is
-    `few_prompts_batches`, of batches with fewer distinct prompts than groups and than `few_prompts`. KL (nats/token) is
+    """When to raise. `batches` in a row (``monitor.alarm_after``) of one cause of failure, of groups mostly dropped, of
+    rewards that are all 0; `few_prompts_batches` in a row with fewer distinct prompts than groups and than
+    `few_prompts`. KL (nats/token) is
     compared with `kl_factor` times its mean over the batches `kl_first` to `kl_last`; a mean below `kl_noise_floor`
     counts as the floor, so that a policy that has hardly moved yet raises nothing.
 
-    >>> AlarmRules(failure_batches=5).dropped_batches
+    >>> AlarmRules(batches=5).few_prompts_batches
     3
     """
 
-    failure_batches: int = 3
-    dropped_batches: int = 3
-    zero_reward_batches: int = 3
+    batches: int = 3
     few_prompts_batches: int = 3
     few_prompts: int = 8
     kl_factor: float = 10.0
@@ -112,8 +111,8 @@ class Alarms:
         self._rules = rules or AlarmRules()
         self._on_alarm = on_alarm
         self._failures: dict[str, _Streak] = {}
-        self._dropped = _Streak(self._rules.dropped_batches)
-        self._zero = _Streak(self._rules.zero_reward_batches)
+        self._dropped = _Streak(self._rules.batches)
+        self._zero = _Streak(self._rules.batches)
         self._few = _Streak(self._rules.few_prompts_batches)
         self._skipped = _Streak(1)
         self._kl_early = RunningStats()
@@ -149,11 +148,11 @@ class Alarms:
             counts = {"unnamed": values["failures"]}
         found: list[Alarm] = []
         for cause in sorted(counts.keys() | self._failures.keys()):
-            streak = self._failures.setdefault(cause, _Streak(self._rules.failure_batches))
+            streak = self._failures.setdefault(cause, _Streak(self._rules.batches))
             count = counts.get(cause, 0.0)
             if streak.extend(bad=count > 0):
                 message = (
-                    f"Rollouts failed for the same cause ({cause}) in {self._rules.failure_batches} batches in a row; "
+                    f"Rollouts failed for the same cause ({cause}) in {self._rules.batches} batches in a row; "
                     f"{count:.0f} in the last."
                 )
                 remedy = _FAILURE_REMEDIES.get(cause, ("reward.function", "task.source"))
@@ -167,7 +166,7 @@ class Alarms:
         if not self._dropped.extend(bad=dropped > trained):
             return None
         message = (
-            f"More than half of the groups were dropped as too old in {self._rules.dropped_batches} batches in a row; "
+            f"More than half of the groups were dropped as too old in {self._rules.batches} batches in a row; "
             f"{dropped:.0f} of {dropped + trained:.0f} in the last."
         )
         return Alarm(AlarmKind.MOSTLY_DROPPED, step, message, ("rl.max_sample_age", "rl.rollout_buffer_size"))
@@ -178,7 +177,7 @@ class Alarms:
         if not self._zero.extend(bad=values["reward_mean"] == 0 and values["reward_std"] == 0):
             return None
         message = (
-            f"Every reward was exactly 0 in {self._rules.zero_reward_batches} batches in a row: nothing can be "
+            f"Every reward was exactly 0 in {self._rules.batches} batches in a row: nothing can be "
             "learned. Most often the grader finds no answer in the text."
         )
         keys = ("reward.function", "rollout.max_new_tokens", "rollout.system_prompt")

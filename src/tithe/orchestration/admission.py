@@ -12,27 +12,28 @@ from tithe.types import SamplingParams
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Whether and how far the number of samples follows a prompt's record; `most` of None is twice the usual number.
+    """How far the number of samples follows a prompt's record: from the first of `span` to the second; None: not.
 
-    >>> GroupSizes(is_adaptive=True, least=4).least
-    4
+    >>> GroupSizes((4, 16)).largest(8)
+    16
     """
 
-    is_adaptive: bool = False
-    least: int = 1
-    most: int | None = None
+    span: tuple[int, int] | None = None
+
+    @property
+    def least(self) -> int:
+        """Fewest samples that a group may have."""
+        return 1 if self.span is None else self.span[0]
 
     def largest(self, usual: int) -> int:
         """Most samples that a prompt is given where the usual number is `usual`."""
-        if not self.is_adaptive:
-            return usual
-        return 2 * usual if self.most is None else self.most
+        return usual if self.span is None else self.span[1]
 
     def wanted(self, usual: int, record: PromptRecord | None) -> int:
         """Samples for a prompt."""
-        if not self.is_adaptive:
+        if self.span is None:
             return usual
-        return adaptive_samples(record, usual=usual, least=self.least, most=self.largest(usual))
+        return adaptive_samples(record, usual=usual, least=self.span[0], most=self.span[1])
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def build_reward(
         format_rules=rules if shaped else (),
         parts=tuple(part for part in parts if shaped or part.kind != "shaping"),
         weights=dict(settings.weights or {}),
-        bounds=settings.bounds if settings.normalise == "bounds" else None,
+        bounds=settings.normalise if isinstance(settings.normalise, tuple) else None,
         clip=settings.clip,
     )
 

@@ -48,7 +48,7 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
         max_live_versions=cfg.engine.max_live_versions,
         reward_workers=None if in_process else cfg.reward.workers,
         reward_timeout_s=None if in_process else cfg.reward.timeout_s,
-        failed_batches=cfg.monitor.failure_batches_alarm,
+        failed_batches=cfg.monitor.alarm_after,
         checkpoint_every=cfg.run.checkpoint_every,
         steps=steps,
         seed=seed,

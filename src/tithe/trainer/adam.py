@@ -18,6 +18,9 @@ from tithe.trainer.settings import TrainerSettings
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every master, float32 in the master's shape."""
 
+EPS = 1e-8
+"""Added to the root of the second moment, as in Adam's paper (arXiv 1412.6980)."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -63,8 +66,8 @@ class Adam:
         self._adamw = torch.optim.AdamW(
             list(self._masters.values()),
             lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
+            betas=settings.betas,
+            eps=EPS,
             weight_decay=settings.weight_decay,
             foreach=False,  # one tensor at a time: no temporary copies of all moments at once
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Critic:
         self._adapter_names = list(named)
         named |= new_value_head(passes.decoder.spec.hidden_size)
         self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in named.items()}
-        self._adam = Adam(self._masters, replace(settings, lr=settings.critic.lr))
+        self._adam = Adam(self._masters, settings)
         self._adapter = self._build()
         self._gradients: AdapterGradients | None = None
         self._head: dict[str, Tensor] = {}
@@ -120,9 +120,11 @@ class Critic:
             sums.error_squared + float(error.square().sum()),
         )
 
-    def step(self) -> dict[str, float]:
-        """One AdamW step; skipped when anything is not finite. Its metrics."""
+    def step(self, settings: TrainerSettings) -> dict[str, float]:
+        """One AdamW step under `settings`, whose learning rate may be another than at first; skipped when anything is
+        not finite. Its metrics."""
         assert self._gradients is not None
+        self._adam.settings = settings
         grads = {**self._gradients.named(self._adapter_masters()), **self._head}
         applied = self._adam.apply(grads, self._sums.loss if self._sums.tokens else None)
         self._gradients = None
@@ -132,7 +134,6 @@ class Critic:
         return {
             **self._sums.metrics(),
             "critic_grad_norm": applied.norm,
-            "critic_lr": applied.rate,
             "critic_skipped": float(not applied.finite),
         }
 

@@ -11,10 +11,9 @@ from tithe.trainer.schedule import Scheduler, learning_rate
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """A second adapter with a value head. `lr` is its peak learning rate, `value_clip` how far a value may move in one
-    batch before its loss is clipped (None: not), `warmup_steps` how many optimizer steps it learns alone."""
+    """A second adapter with a value head. `value_clip` is how far a value may move in one batch before its loss is
+    clipped (None: not), `warmup_steps` how many optimizer steps it learns alone. Its learning rate is the policy's."""
 
-    lr: float
     value_clip: float | None = 0.2
     warmup_steps: int = 0
 
@@ -42,14 +41,11 @@ class TrainerSettings:
     mini_batches: int = 1
     critic: CriticSettings | None = None
     lr: float = 2e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     lr_scheduler: Scheduler = "constant"
     warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
     total_steps: int = 100
     micro_batch_tokens: int = 512
     activation_checkpointing: bool = False
@@ -69,5 +65,4 @@ class TrainerSettings:
             kind=self.lr_scheduler,
             warmup_steps=self.warmup_steps,
             total_steps=self.total_steps,
-            min_ratio=self.min_lr_ratio,
         )

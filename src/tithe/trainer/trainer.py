@@ -159,7 +159,7 @@ class Trainer:
             self._rebuild()
             self._steer(result.metrics)
         if self.critic is not None and self._denominators is not None:
-            result.metrics.update(self.critic.step())
+            result.metrics.update(self.critic.step(self.settings))
         self._gradients = None
         return result
 

@@ -120,6 +120,9 @@ def test_the_algorithm_names_defaults_and_given_keys_win():
         ("optimiser.lr", "optimizer.lr"),
         ("rl.max_sample_lag", "rl.max_sample_age"),
         ("reward.format_rule", "reward.format_rules"),
+        ("optimizer.beta1", "optimizer.betas"),
+        ("rl.kl_reference_every", "rl.kl_reference"),
+        ("schedule.min_samples", "schedule.adaptive_samples"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path, wrong, meant):
@@ -154,8 +157,6 @@ def test_an_unknown_key_of_a_file_is_refused(tmp_path):
         "optimizer.lr=0",
         "optimizer.lr=.nan",
         "optimizer.lr=.inf",
-        "optimizer.beta2=1",
-        "optimizer.eps=0",
         "optimizer.max_grad_norm=0",
         "optimizer.warmup_steps=-1",
         "rl.batch_size_per_update=0",
@@ -208,12 +209,15 @@ def test_a_number_out_of_range_names_key_value_and_range(override):
         ("rollout.stop_strings=['']", "a list of texts"),
         (
             "task.source=sum",
-            "sums, products, reasoning_gym:NAME, a .jsonl or .parquet file, a dataset's folder/, or module:function",
+            "sums, products, sums:LARGEST, reasoning_gym:NAME, a .jsonl or .parquet file, a dataset's folder/",
         ),
         ("reward.function=grade.py", "code, tool_use, module:function, or path/file.py:function"),
         ("run.device=tpu", "cpu, cuda, or cuda:N"),
         ("run.name='../x'", "text that matches"),
         ("model.path=''", "a path, or null"),
+        ("optimizer.betas=[0.9, 1]", "[beta1, beta2], both >= 0 and < 1"),
+        ("task.source=sums:0", "sums:LARGEST"),
+        ("rl.kl_reference=moving:0", "moving:BATCHES"),
         ("run.max_minutes=x", "a number > 0, or null"),
         ("lora=3", "it is a section"),
     ],
@@ -265,7 +269,7 @@ def test_long_values_are_cut_in_messages():
 
 def test_every_key_is_documented_and_described():
     keys = dict(iter_fields())
-    assert 60 <= len(keys) <= 135  # the budget is about 120: what is added next takes the place of something
+    assert 60 <= len(keys) <= 120  # the budget: what is added next takes the place of something
     assert all(info.description and info.description.strip().endswith(".") for info in keys.values())
 
 
@@ -275,7 +279,7 @@ TEXTS = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
 
 @given(
     lr=FLOATS,
-    eps=FLOATS,
+    betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
     minutes=st.none() | st.floats(1e-3, 1e9),
     lag=st.integers(0, 50),
     system=st.none() | TEXTS | st.sampled_from(["on", "2e-5", "null", "1e3", "a: b", "x\ty\n\n z"]),
@@ -285,7 +289,7 @@ TEXTS = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
 )
 def test_the_resolved_text_reads_back_to_an_equal_configuration(**given_values):
     values: dict[str, typing.Any] = {
-        "optimizer": {"lr": given_values["lr"], "eps": given_values["eps"]},
+        "optimizer": {"lr": given_values["lr"], "betas": given_values["betas"]},
         "run": {"max_minutes": given_values["minutes"]},
         "rl": {"max_policy_update_lag": given_values["lag"]},
         "rollout": {"system_prompt": given_values["system"], "stop_strings": tuple(given_values["stops"])},

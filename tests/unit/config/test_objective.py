@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tithe.config import load_config
@@ -49,7 +51,7 @@ def test_names_are_those_of_the_losses():
     assert CORRECTIONS.keys() == LOSS_CORRECTIONS.keys()
     for name, defaults in CORRECTIONS.items():
         found = rl(f"rl.correction={name}")
-        assert (found.correction_low, found.correction_high) == (defaults.low, defaults.high)
+        assert found.correction_bounds == (defaults.low, defaults.high)
         late = ["rl.clip_range=null", "rl.max_policy_update_lag=4", f"rl.correction={name}"]
         if name in NEEDS_PROX:
             assert rl(*late).clip_range is None, "a bounded weight may go without a clip"
@@ -62,38 +64,39 @@ def test_names_are_those_of_the_losses():
     ("overrides", "key", "says"),
     [
         (
-            ["rl.correction=tis", "rl.correction_high=null", "rl.max_policy_update_lag=4"],
-            "rl.correction_high",
+            ["rl.correction=tis", "rl.correction_bounds=[0, null]", "rl.max_policy_update_lag=4"],
+            "rl.correction_bounds",
             "diverge",
         ),
         (
-            ["rl.correction=decoupled", "rl.correction_high=null", "rl.max_sample_age=2"],
-            "rl.correction_high",
+            ["rl.correction=decoupled", "rl.correction_bounds=[0, null]", "rl.max_sample_age=2"],
+            "rl.correction_bounds",
             "diverge",
         ),
-        (["rl.correction=opsm", "rl.correction_high=null"], "rl.correction_high", "without a bound"),
-        (["rl.correction=mis", "rl.correction_high=0.4"], "rl.correction_high", "rl.correction_low"),
-        (["rl.correction=icepop", "rl.correction_level=sequence"], "rl.correction_level", "no levels"),
+        (["rl.correction=opsm", "rl.correction_bounds=[0, null]"], "rl.correction_bounds", "no bound"),
+        (["rl.correction=mis_geometric", "rl.correction_bounds=[0.5, 0.4]"], "rl.correction_bounds", "not above"),
+        (["rl.correction=tis", "rl.correction_bounds=[0.5, 2]"], "rl.correction_bounds", "begin with 0"),
+        (["rl.correction=icepop_sequence"], "rl.correction", "icepop, decoupled"),
         (["rl.correction=tis", "rl.correction_veto=1e-4"], "rl.correction_veto", "only rl.correction = mis"),
-        (["rl.correction_high=2.0"], "rl.correction_high", "rl.correction = none"),
-        (["rl.kl_estimator=k1"], "rl.kl_estimator", "rl.kl_unbiased"),
-        (["rl.kl_placement=reward", "rl.kl_unbiased=true"], "rl.kl_unbiased", "rl.kl_placement"),
+        (["rl.correction_bounds=[0, 2.0]"], "rl.correction_bounds", "rl.correction = none"),
+        (["rl.correction_veto=1e-4"], "rl.correction_veto", "rl.correction = none"),
+        (["rl.kl_estimator=k1"], "rl.kl_estimator", "k1_unbiased"),
+        (["rl.kl_placement=reward", "rl.kl_estimator=k3_unbiased"], "rl.kl_estimator", "rl.kl_placement"),
         (["rl.kl_coef=0", "rl.kl_target=0.1"], "rl.kl_target", "stays 0"),
         (["rl.kl_coef=0", "rl.kl_reference=moving"], "rl.kl_reference", "rl.kl_coef = 0"),
         (["rl.algorithm=ppo", "rl.advantage_scale=std"], "rl.advantage_scale", "take batch"),
         (["rl.algorithm=cispo", "rl.dual_clip=3"], "rl.dual_clip", "leave it out"),
         (["rl.mini_batches=3"], "rl.mini_batches", "8 groups"),
-        (["rl.overlong_buffer=48"], "rl.overlong_buffer", "rollout.max_new_tokens = 48"),
         (["rl.algorithm=dapo", "rollout.max_new_tokens=1"], "rl.overlong", "rollout.max_new_tokens"),
         (["model.train=full", "rl.algorithm=ppo"], "rl.algorithm", "model.train = full"),
         (["model.train=full", "rl.kl_reference=moving"], "rl.kl_reference", "model.train = full"),
         (["run.ranks=2", "rl.algorithm=ppo", "rl.kl_placement=loss", "rl.kl_estimator=k3"], "rl.algorithm", "one rank"),
         (["run.ranks=2", "rl.algorithm=reinforce_pp"], "rl.kl_placement", "one rank"),
         (["run.ranks=2", "rl.ppo_epochs=2"], "rl.ppo_epochs", "one rank"),
-        (["run.ranks=2", "rl.correction=mis", "rl.correction_level=geometric"], "rl.correction", "one rank"),
+        (["run.ranks=2", "rl.correction=mis_geometric"], "rl.correction", "one rank"),
         (["run.ranks=2", "rl.kl_reference=moving"], "rl.kl_reference", "one rank"),
         (["rl.kl_target=0.0"], "rl.kl_target", "> 0"),
-        (["rl.kl_horizon=0"], "rl.kl_horizon", ">= 1"),
+        (["rl.kl_target=[0.1, 0]"], "rl.kl_target", "horizon >= 1"),
         (["rl.gamma=0.0"], "rl.gamma", "> 0"),
     ],
 )
@@ -106,8 +109,14 @@ def test_what_diverges_or_has_no_effect_is_refused_with_its_remedy(overrides, ke
 
 
 def test_the_same_keys_are_taken_where_they_have_their_effect():
-    found = rl("rl.kl_estimator=k1", "rl.kl_unbiased=true", "rl.kl_target=0.1", "rl.kl_reference=moving")
-    assert (found.kl_estimator, found.kl_unbiased, found.kl_target, found.kl_reference) == ("k1", True, 0.1, "moving")
+    found = rl("rl.kl_estimator=k1_unbiased", "rl.kl_target=0.1", "rl.kl_reference=moving")
+    assert (found.kl_estimator, found.kl_steering, found.reference_every) == ("k1_unbiased", (0.1, 10_000), 50)
+    found = rl("rl.kl_target=[6, 2000]", "rl.kl_reference=moving:8")
+    assert (found.kl_steering, found.reference_every) == ((6.0, 2000), 8)
+    assert (rl().kl_steering[0], rl().reference_every) == (None, None)
+    other = rl("rl.kl_reference=other/model")
+    assert (other.reference_every, Path(other.kl_reference).is_absolute()) == (None, True)
     assert rl("run.ranks=2", "rl.algorithm=dapo", "rl.correction=tis").correction == "tis"
-    found = rl("rl.correction=mis", "rl.correction_level=geometric", "rl.correction_veto=1e-4", "rl.mini_batches=4")
-    assert (found.correction_low, found.correction_high, found.correction_veto) == (0.5, 2.0, 1e-4)
+    found = rl("rl.correction=mis_geometric", "rl.correction_veto=1e-4", "rl.mini_batches=4")
+    assert (found.correction_of, found.correction_bounds) == (("mis", "geometric"), (0.5, 2.0))
+    assert found.correction_veto == 1e-4

@@ -121,10 +121,11 @@ def test_phases_that_are_given_no_batch_are_left_out(total, n):
         (["schedule.phases=[{name: a, temperature: 0}]"], "schedule.phases", ["entry 1, temperature"]),
         (["schedule.phases=[{name: a, top_k: 3}]"], "schedule.phases", ["entry 1, top_k: no such key"]),
         (["schedule.phases=[{name: a, lr: -1}]"], "schedule.phases", ["entry 1, lr"]),
-        (["schedule.min_samples=1"], "schedule.min_samples", [">= 2"]),
-        (["schedule.adaptive_samples=true", "schedule.min_samples=16"], "schedule.min_samples", ["8"]),
-        (["schedule.adaptive_samples=true", "schedule.max_samples=4"], "schedule.max_samples", ["8"]),
-        (["schedule.rest_below=0.6", "schedule.rest_above=0.5"], "schedule.rest_below", ["rest_above = 0.5"]),
+        (["schedule.adaptive_samples=[1, 16]"], "schedule.adaptive_samples", [">= 2"]),
+        (["schedule.adaptive_samples=true"], "schedule.adaptive_samples", ["[fewest, most]"]),
+        (["schedule.adaptive_samples=[16, 32]"], "schedule.adaptive_samples", ["16 is more than", "8"]),
+        (["schedule.adaptive_samples=[2, 4]"], "schedule.adaptive_samples", ["4 is less than", "8"]),
+        (["schedule.rest_outside=[0.6, 0.5]"], "schedule.rest_outside", ["less than the second"]),
     ],
 )
 def test_what_a_schedule_may_not_say_names_the_key(overrides, key, words):

@@ -32,7 +32,6 @@ from tithe.errors import ConfigError
         (["rl.clip_range_high=null"], "rl.clip_range_high", ["rl.clip_range = 0.2"]),
         (["model.load_in_8bit=true", "model.quantize=int4"], "model.load_in_8bit", ["model.quantize = int4"]),
         (["model.max_context=500"], "model.max_context", ["rollout.max_prompt_tokens", "560"]),
-        (["run.checkpoint_every=150"], "run.keep_pool_batches", ["300"]),
         (["reward.right=0"], "reward.right", ["reward.wrong"]),
         (["reward.unreadable=1"], "reward.unreadable", ["reward.right"]),
         (
@@ -140,3 +139,9 @@ def test_at_the_limits_nothing_is_doubtful(overrides):
 @pytest.mark.parametrize("lag", [8, 9, 32])
 def test_a_clipped_loss_may_lag(lag):
     assert config_warnings(load_config(None, [f"rl.max_policy_update_lag={lag}"])) == []
+
+
+@pytest.mark.parametrize(("every", "kept", "batches"), [(10, 2, 200), (150, 2, 300)])
+def test_the_pool_keeps_what_a_resume_from_the_oldest_checkpoint_trains_again(every, kept, batches):
+    run = load_config(None, [f"run.checkpoint_every={every}", f"run.keep_checkpoints={kept}"]).run
+    assert run.keep_pool_batches == batches

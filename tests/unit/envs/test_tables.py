@@ -22,7 +22,7 @@ ROWS = [
 
 
 def read(source, **columns):
-    return read_source(str(source), Columns(**columns), key="task.source", seed=0, max_operand=9, eval_size=1)
+    return read_source(str(source), Columns(**columns), key="task.source", seed=0, eval_size=1)
 
 
 def check(items):

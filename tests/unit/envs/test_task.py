@@ -43,7 +43,7 @@ def test_the_seed_alone_decides_the_split_and_the_order():
 
 
 def test_large_operands_are_a_random_choice_in_both_orders():
-    task = load_task(TaskSettings(source="products", max_operand=10**6))
+    task = load_task(TaskSettings(source="products:1000000"))
     pairs = {operands(item) for item in (*task.train, *task.eval)}
     assert 19_000 < len(pairs) <= 20_000
     assert all((b, a) in pairs for a, b in pairs)
@@ -51,9 +51,9 @@ def test_large_operands_are_a_random_choice_in_both_orders():
 
 def test_too_few_questions_name_the_keys_to_change():
     with pytest.raises(
-        ConfigError, match=r"task\.eval_size: 16 distinct questions cannot give 40 .* task\.max_operand"
+        ConfigError, match=r"task\.eval_size: 16 distinct questions cannot give 40 .*task\.source: sums:99"
     ):
-        load_task(TaskSettings(max_operand=3))
+        load_task(TaskSettings(source="sums:3"))
 
 
 def test_the_instruction_is_added_to_every_question(tmp_path):

@@ -331,11 +331,11 @@ def test_registries_name_every_algorithm_and_correction() -> None:
     ("build", "key"),
     [
         (lambda: replace(TOKEN_MEAN, dual_clip=1.0), "rl.dual_clip"),
-        (lambda: CorrectionSettings("mis", low=-1.0), "rl.correction_low"),
-        (lambda: CorrectionSettings("mis", low=2.0, high=1.0), "rl.correction_high"),
+        (lambda: CorrectionSettings("mis", low=-1.0), "rl.correction_bounds"),
+        (lambda: CorrectionSettings("mis", low=2.0, high=1.0), "rl.correction_bounds"),
         (lambda: CorrectionSettings("mis", veto=1.0), "rl.correction_veto"),
         (lambda: KLControl(target=0.0), "rl.kl_target"),
-        (lambda: KLControl(target=1.0, horizon=0), "rl.kl_horizon"),
+        (lambda: KLControl(target=1.0, horizon=0), "rl.kl_target"),
         (lambda: KLControl(floor=2.0, ceiling=1.0), None),
     ],
 )

@@ -21,8 +21,8 @@ lora: {r: 32, alpha: 64, dropout: 0.0, target_modules: [q_proj, k_proj, v_proj, 
 optimizer: {lr: 0.0002, weight_decay: 0.01, max_grad_norm: 1.0, lr_scheduler: cosine, warmup_steps: 5}
 rl: {algorithm: grpo, kl_coef: 0.01, clip_range: 0.2, samples_per_prompt: 8, max_policy_update_lag: 2}
 rollout: {temperature: 1.0, top_p: 1.0, max_new_tokens: 40, system_prompt: null}
-task: {source: sums, eval_size: 60, max_operand: 12}
-monitor: {progress: true, failure_batches_alarm: 3}
+task: {source: sums, eval_size: 60}
+monitor: {progress: true, alarm_after: 3}
 run: {name: sums-demo, seed: 7, max_steps: 60, eval_every: 20}
 """
 

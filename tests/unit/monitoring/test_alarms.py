@@ -38,7 +38,7 @@ def test_three_bad_batches_in_a_row_raise_one_alarm_and_two_none(kind, bad, good
     assert run([bad, bad, good, bad, bad]) == []
     assert run([bad] * 10) == [(kind, 3)]
     assert run([bad] * 3 + [good] + [bad] * 3) == [(kind, 3), (kind, 7)]
-    rules = AlarmRules(failure_batches=2, dropped_batches=2, zero_reward_batches=2, few_prompts_batches=2)
+    rules = AlarmRules(batches=2, few_prompts_batches=2)
     assert run([bad, bad], rules) == [(kind, 2)]
 
 

@@ -271,7 +271,7 @@ def test_alarms_follow_the_runs_own_thresholds(run_dir):
     rows = [{"step": step, "kind": "train", "reward_mean": 0.0, "reward_std": 0.0} for step in (1, 2)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert not Page(build_report(run_dir)).says("all rewards zero")
-    (run_dir / "config.yaml").write_text("monitor: {zero_reward_batches_alarm: 2}\n")
+    (run_dir / "config.yaml").write_text("monitor: {alarm_after: 2}\n")
     page = Page(build_report(run_dir))
     assert page.says("Batch 2: all rewards zero")
     assert page.says("reward.function")

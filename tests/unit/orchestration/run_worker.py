@@ -28,7 +28,7 @@ SCHEDULED = {
         (PhaseValues("explore", 0, 1.0, 0.95, 4, 0.0, 1e-3), PhaseValues("refine", 1, 0.6, 0.9, 2, 0.0, 1e-4)),
         is_linear=True,
     ),
-    "sizes": GroupSizes(is_adaptive=True, least=2, most=6),
+    "sizes": GroupSizes((2, 6)),
     "curriculum": Curriculum(rest_batches=2, is_weighted=True),
 }
 

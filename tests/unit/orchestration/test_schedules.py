@@ -57,7 +57,7 @@ def test_the_batch_that_is_trained_decides_what_the_trainer_is_set_to(tmp_path):
 
 
 def test_prompts_with_mixed_results_get_more_samples_and_settled_ones_fewer(tmp_path):
-    sizes = GroupSizes(is_adaptive=True, least=2, most=6)
+    sizes = GroupSizes((2, 6))
     bounds = Bounds(batch_rollouts=12, group_size=4, max_lag=0, max_age=0)
     World(tmp_path, bounds=bounds, prompts=5, steps=8, sizes=sizes).run()
     groups = query(
@@ -81,7 +81,7 @@ def test_prompts_with_mixed_results_get_more_samples_and_settled_ones_fewer(tmp_
 
 def test_a_group_is_as_large_as_its_record_asks_and_its_batch_has_room_for():
     bounds = Bounds(batch_rollouts=24, group_size=8, max_lag=0, max_age=0)
-    rules = AdmissionRules(bounds, PARAMS, sizes=GroupSizes(is_adaptive=True, least=4))
+    rules = AdmissionRules(bounds, PARAMS, sizes=GroupSizes((4, 16)))
     empty = rules.room(PoolCounts(3, 0, 0, 0), served_serial=3)
     assert (empty.batch, empty.most, empty.in_batch) == (3, 24, 24)
     wants = rules.draw(empty).samples

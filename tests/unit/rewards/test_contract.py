@@ -220,8 +220,7 @@ def test_the_configuration_becomes_a_spec_that_survives_the_way_to_a_worker():
     settings = RewardSettings(
         function="symbolic_math",
         parts=(RewardPart(name="j", function="m:f", kind="model", weight=0.5), RewardPart(name="s", function="m:g")),
-        normalise="bounds",
-        bounds=(0.0, 2.0),
+        normalise=(0.0, 2.0),
         clip=(-1.0, 1.0),
     )
     spec = build_reward(settings)
@@ -234,8 +233,8 @@ def test_the_configuration_becomes_a_spec_that_survives_the_way_to_a_worker():
     ("overrides", "message"),
     [
         (["reward.clip=[1, 0]"], "lower end first"),
-        (["reward.normalise=bounds"], r"reward\.bounds"),
-        (["reward.bounds=[0, 1]"], r"reward\.normalise = none"),
+        (["reward.normalise=bounds"], r"none, running, or \[low, high\]"),
+        (["reward.normalise=[1, 0]"], r"reward\.normalise = \[1, 0\]"),
         (["reward.normalise=running"], r"rl\.advantage_scale"),
         (["reward.weights={a: 1}"], r"reward\.weights"),
         (["reward.parts=[{name: a, function: math}]"], "belong in reward.function"),

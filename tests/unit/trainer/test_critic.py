@@ -17,7 +17,9 @@ from tithe.models.value_head import BIAS, WEIGHT
 from tithe.trainer import BatchScorer, CriticSettings, ScoringPlan, Trainer
 from tithe.types import BatchScores, TrainingBatch
 
-PPO = replace(SETTINGS, algorithm="ppo", critic=CriticSettings(lr=1e-2, value_clip=None), beta1=0.0, max_grad_norm=1e30)
+PPO = replace(
+    SETTINGS, algorithm="ppo", critic=CriticSettings(value_clip=None), lr=1e-2, betas=(0.0, 0.95), max_grad_norm=1e30
+)
 RULE = AdvantagePlan(AdvantageRule("gae", "batch", lam=0.9))
 
 
@@ -93,7 +95,7 @@ def test_the_gradient_is_that_of_the_loss_along_any_direction(exact: Decoder) ->
 
 
 def test_it_learns_what_it_is_asked_and_alone_during_its_warm_up(decoder: Decoder) -> None:
-    trainer = learner(decoder, replace(PPO, beta1=0.9, critic=CriticSettings(3e-3, None, warmup_steps=12)))
+    trainer = learner(decoder, replace(PPO, betas=(0.9, 0.95), critic=CriticSettings(None, warmup_steps=12), lr=3e-3))
     policy = snapshot(trainer.adapter_tensors())
     batch = ready(trainer)
     errors = [train(trainer, batch).metrics["value_loss"] for _ in range(12)]

@@ -25,7 +25,7 @@ from tithe.trainer.full_model import unpack
 from tithe.types import TrainingBatch
 
 N_TOKENS = 116
-EXACT = replace(SETTINGS, lr=1e-3, beta1=0.0, max_grad_norm=1e30)
+EXACT = replace(SETTINGS, lr=1e-3, betas=(0.0, 0.95), max_grad_norm=1e30)
 """No memory of earlier steps: Adam's first moment is the gradient itself."""
 OBJECTIVES = {
     "plain": EXACT,

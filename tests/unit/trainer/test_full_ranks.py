@@ -24,7 +24,7 @@ def trained(base: Path, ranks: dist.ProcessGroup | None) -> FullTrainer:
     """Two steps on a batch of three micro-batches, which two ranks cannot share evenly."""
     from unit.trainer.test_full import EXACT, N_TOKENS
 
-    settings = replace(EXACT, micro_batch_tokens=16, beta1=0.5, max_grad_norm=0.5)
+    settings = replace(EXACT, micro_batch_tokens=16, betas=(0.5, 0.95), max_grad_norm=0.5)
     trainer = FullTrainer(base, N_TOKENS, settings, dtype=torch.float32, group=ranks)
     answers = [[7, 8, 40, 12, 9], [60, 61, 33, 20, 50]]
     groups = [

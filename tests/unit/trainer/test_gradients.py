@@ -19,7 +19,7 @@ from tithe.models import Decoder
 from tithe.trainer import Trainer, TrainerSettings
 from tithe.types import Rollout, TrainingBatch
 
-EXACT = replace(SETTINGS, beta1=0.0, max_grad_norm=1e30, micro_batch_tokens=10_000)
+EXACT = replace(SETTINGS, betas=(0.0, 0.95), max_grad_norm=1e30, micro_batch_tokens=10_000)
 """Nothing clipped and no memory of earlier steps: Adam's first moment is the gradient itself."""
 KINDS = list(Aggregation)
 

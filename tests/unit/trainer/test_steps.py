@@ -17,7 +17,7 @@ from tithe.losses import Aggregation, LossSettings
 from tithe.trainer import Trainer, TrainerSettings, learning_rate, probe_masters
 from tithe.types import TrainingBatch
 
-EXACT = replace(SETTINGS, beta1=0.0, max_grad_norm=1e30)
+EXACT = replace(SETTINGS, betas=(0.0, 0.95), max_grad_norm=1e30)
 IN_REWARD = LossSettings(aggregation=Aggregation.TOKEN_MEAN, kl_estimator="k1")
 
 
@@ -103,22 +103,22 @@ def test_the_gradient_is_scaled_down_to_the_largest_norm(exact) -> None:
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_the_rate_follows_the_schedule_step_by_step(decoder, kind) -> None:
-    settings = replace(SETTINGS, lr_scheduler=kind, warmup_steps=2, total_steps=6, min_lr_ratio=0.1)
+    settings = replace(SETTINGS, lr_scheduler=kind, warmup_steps=2, total_steps=6)
     learner = trainer(decoder, settings)
     rates = [train(learner, some_batch()).metrics["lr"] for _ in range(7)]
     shares = {
         "constant": [1 / 3, 2 / 3, 1, 1, 1, 1, 1],
-        "linear": [1 / 3, 2 / 3, 1, 0.7, 0.4, 0.1, 0.1],
-        "cosine": [1 / 3, 2 / 3, 1, 0.775, 0.325, 0.1, 0.1],
+        "linear": [1 / 3, 2 / 3, 1, 3 / 4, 1 / 2, 1 / 4, 0],
+        "cosine": [1 / 3, 2 / 3, 1, (2 + 2**0.5) / 4, 1 / 2, (2 - 2**0.5) / 4, 0],
     }[kind]
     assert rates == pytest.approx([SETTINGS.lr * share for share in shares])
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 2), (5, 3), (3, 3), (10, 200)])
-def test_no_step_but_the_last_has_a_rate_of_zero(kind, warmup, total) -> None:
+def test_no_step_of_a_run_has_a_rate_of_zero(kind, warmup, total) -> None:
     rates = [learning_rate(s, peak=1.0, kind=kind, warmup_steps=warmup, total_steps=total) for s in range(total)]
-    assert all(0 < rate <= 1 for rate in rates[:-1])
+    assert all(0 < rate <= 1 for rate in rates)
     assert rates[: warmup + 1] == sorted(rates[: warmup + 1]), "rising"
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True), "then falling or level"
 
