@@ -14,7 +14,7 @@ from tithe.arch.described import OtherAttention
 from tithe.arch.formats import StoredFormat, TensorFormat, grouped_bytes
 from tithe.arch.inspection import Target, find_target
 from tithe.arch.known import known_config, known_names
-from tithe.arch.locate import describe_checkpoint, find_demo_model, read_checkpoint
+from tithe.arch.locate import describe_checkpoint, find_demo_model, read_checkpoint, read_classifier
 from tithe.arch.quantization import Quantization, read_quantization
 from tithe.arch.sharding import Shard, owner_of, tensor_parallel_share
 from tithe.arch.spec import ArchSpec
@@ -71,6 +71,7 @@ __all__ = [
     "owner_of",
     "published_base",
     "read_checkpoint",
+    "read_classifier",
     "read_quantization",
     "sequence_bytes",
     "tensor_families",

@@ -23,6 +23,9 @@ PICKLE_MESSAGE: Final = (
 ConfigCheck = Callable[[Mapping[str, Any]], None]
 """Raises `ModelError` for a config that the caller cannot use; asked before tensors are looked at."""
 
+SCORE: Final = "score.weight"
+"""The head of a sequence classifier, as transformers names it."""
+
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _BUFFERS: Final = (".rotary_emb.inv_freq",)
@@ -44,6 +47,19 @@ def read_hf_checkpoint(directory: Path, check: ConfigCheck) -> Checkpoint:
     resolved = _resolve(config, files, check)
     entries = make_entries(files, ArchSpec.from_config(resolved), read_quantization(resolved))
     return Checkpoint(directory, resolved, entries, _generation(directory, config))
+
+
+def read_hf_classifier(directory: Path, check: ConfigCheck) -> tuple[Checkpoint, SafetensorsTensor]:
+    """Read a sequence classifier's directory: the decoder below its head, which gives no tokens (it counts as tied),
+    and the head's weight [labels, hidden]. Raises `ModelError`; touches no tensor byte."""
+    config = {**read_json(directory / "config.json"), "tie_word_embeddings": True}
+    files = {name: tensor for name, tensor in _find_tensors(directory).items() if not name.endswith(_BUFFERS)}
+    head = files.pop(SCORE, None)
+    if head is None:
+        raise ModelError(f"{directory} has no tensor {SCORE}: it is no sequence classifier with such a head")
+    resolved = _resolve(config, files, check)
+    entries = make_entries(files, ArchSpec.from_config(resolved), read_quantization(resolved))
+    return Checkpoint(directory, resolved, entries, _generation(directory, config)), head
 
 
 def _resolve(config: Mapping[str, Any], files: Mapping[str, SafetensorsTensor], check: ConfigCheck) -> dict[str, Any]:

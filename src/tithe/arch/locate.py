@@ -8,7 +8,14 @@ from pathlib import Path
 from tithe.arch.buildable import check_buildable
 from tithe.arch.checkpoint import Checkpoint
 from tithe.arch.gguf_checkpoint import read_gguf_checkpoint
-from tithe.arch.hf_checkpoint import PICKLE_MESSAGE, PICKLE_SUFFIXES, ConfigCheck, read_hf_checkpoint
+from tithe.arch.hf_checkpoint import (
+    PICKLE_MESSAGE,
+    PICKLE_SUFFIXES,
+    ConfigCheck,
+    read_hf_checkpoint,
+    read_hf_classifier,
+)
+from tithe.arch.safetensors_file import SafetensorsTensor
 from tithe.errors import ModelError
 
 
@@ -23,6 +30,17 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 def describe_checkpoint(path: str | Path) -> Checkpoint:
     """As `read_checkpoint`, also for architectures and formats that are described and not run yet."""
     return _read(Path(path).expanduser(), lambda _config: None)
+
+
+def read_classifier(path: Path) -> tuple[Checkpoint, SafetensorsTensor]:
+    """Read a Hugging Face directory of a sequence classifier that a run can load, and its head's weight [labels, H].
+
+    Raises `ModelError` as `read_checkpoint` does.
+    """
+    try:
+        return read_hf_classifier(path, check_buildable)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read(path: Path, check: ConfigCheck) -> Checkpoint:

@@ -34,7 +34,8 @@ class ChatRenderer:
         self._prefix_ids = source.prefix_ids
         self._template = ChatTemplate(source.chat_template, source.names, today) if source.chat_template else None
         self.vocab_size = source.vocab_size
-        ends = self._reply_ends()
+        self._tail = self._reply_tail()
+        ends = frozenset(self._tail[:1]) & self._encoder.special_ids
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(source.stop_token_ids | ends))
 
     @property
@@ -79,6 +80,12 @@ class ChatRenderer:
         if ended and tail[0] in self.stop_token_ids:
             tail = tail[1:]
         return (*prompt_ids, *completion_ids, *tail)
+
+    def finished_reply(self, text: str) -> tuple[int, ...]:
+        """Ids of a reply given as text, and how the template ends it (without a template, the checkpoint's first end
+        token): what follows `render`'s ids when somebody judges the whole conversation. Never empty where the
+        checkpoint names an end token."""
+        return (*self._encoder.content(text, at_start=False), *(self._tail or self.stop_token_ids[:1]))
 
     def tool_role(self) -> str:
         """The role under which a tool's answer continues a conversation: `tool`, or `user` where the template has no
@@ -131,15 +138,15 @@ class ChatRenderer:
             raise ModelError("the checkpoint's chat template leaves out the content of a reply")
         return self._encoder.mixed(tail, hidden.restore, at_start=False)
 
-    def _reply_ends(self) -> frozenset[int]:
-        """The control token the template puts right after a reply, if it does: the model was taught to end with it."""
+    def _reply_tail(self) -> tuple[int, ...]:
+        """What the template puts right after a reply: the control token among it is what the model was taught to end
+        with. Empty without a template."""
         if self._template is None:
-            return frozenset()
+            return ()
         try:
-            tail = self._after_reply([{"role": "user", "content": _PROBE[::-1]}], [])
+            return tuple(self._after_reply([{"role": "user", "content": _PROBE[::-1]}], []))
         except ModelError:  # a template that refuses this chat says so again when it is used
-            return frozenset()
-        return frozenset(tail[:1]) & self._encoder.special_ids
+            return ()
 
 
 def load_renderer(checkpoint: Path, today: datetime | None = None) -> ChatRenderer:
