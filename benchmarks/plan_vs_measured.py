@@ -1,9 +1,10 @@
 """Memory of this project's own runs on a processor: predicted by `tithe.planner.cpu`, measured in a fresh process.
 
-Each setting is one process, forked after all imports. It resets the kernel's high-water mark, opens a session as a run
-does, and makes steps with completions of exact length: sample, train, publish. Measured is the mark minus the resident
-size after imports, and, when a backward ends, the bytes of all live tensors by storage.
-The first setting fits the one constant of the model (`PROCESS_BYTES`) and is not scored.
+Each setting is one process, forked after all imports. It opens a session as a run does and makes steps with completions
+of exact length: sample, train, publish. Measured is the kernel's high-water mark of each of these, begun anew before
+it, minus the resident size after imports; and, when a backward ends, the bytes of all live tensors by storage.
+The first setting fits the one constant of the model (`PROCESS_BYTES`) and is not scored. A process that is not measured
+goes before each kind of run, so that no compiler is in what is measured.
 
     python -m benchmarks.plan_vs_measured [--only NAME] [--json]
 """
@@ -19,10 +20,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tithe.arch import ArchSpec, checkpoint_base, describe_checkpoint, find_demo_model
-from tithe.planner.cpu import CpuRun, Micro, live_tensor_bytes, peak_after_imports
+from tithe.planner.cpu import PROCESS_BYTES, live_tensor_bytes, moments, peak_after_imports, persistent_bytes
+from tithe.planner.cpu_run import CpuRun, Micro
+
+if TYPE_CHECKING:
+    from tithe.config import RunConfig
 
 DEMO = "demo"
 STEPS = 2
@@ -45,8 +50,15 @@ class Setting:
     compute: str = "packed"
     compute_dtype: str = "bf16"
     context: int = 2048
+    experts: Literal["per_expert", "shared_outer"] = "per_expert"
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Settings that agree in these run the same kernels."""
+        return self.model, self.compute, self.compute_dtype
 
 
+ATTENTION = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
 SETTINGS = (
     Setting("fitted: packed, r 32"),
     Setting("packed, r 128", r=128),
@@ -57,7 +69,57 @@ SETTINGS = (
     Setting("BF16 safetensors, 8 layers of 512", model="bf16", rollouts=24, micro=1280),
     Setting("packed, r 8, attention", r=8, targets="q_proj,k_proj,v_proj,o_proj"),
     Setting("packed, fp32 operands", compute_dtype="fp32"),
+    Setting("mixture of 32 experts, adapter on every expert", model="mixture", r=8, rollouts=16),
+    Setting("mixture, shared outer, recomputed", model="mixture", rollouts=16, recompute=True, experts="shared_outer"),
+    Setting("latent attention and experts, recomputed", model="latent", rollouts=16, recompute=True, targets=ATTENTION),
 )
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": (
+        "llama",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+    ),
+    "mixture": (
+        "qwen3_moe",
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+        },
+    ),
+    "latent": (
+        "deepseek_v3",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 192,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "n_routed_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+"""Random checkpoints in BF16: (architecture, sizes)."""
 
 
 def main() -> None:
@@ -67,8 +129,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     chosen = [one for one in SETTINGS if arguments.only in one.name]
-    rows = []
+    rows, warm = [], set[tuple[str, ...]]()
     for setting in chosen:
+        if setting.kernels not in warm:
+            warm.add(setting.kernels)
+            _measured(setting)
         rows.append(_compare(setting))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     scored = [row for row in rows if not row["setting"].startswith("fitted")]
@@ -103,13 +168,20 @@ def _compare(setting: Setting) -> dict[str, Any]:
         "tensor_error": tensors / measured["tensor_bytes"] - 1,
         "rows": [Micro.of(run).rows, measured["rows"]],
         "after_imports_bytes": measured["after_imports_bytes"],
+        "phases": {
+            name: [
+                sum(persistent_bytes(run).values()) + sum(layers.values()) + PROCESS_BYTES,
+                measured["phases"].get(name),
+            ]
+            for name, layers in moments(run).items()
+        },
         "details": measured["details"],
     }
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
     """Run a setting in a process forked after all imports, before any thread of the kernels exists."""
-    import benchmarks.tithe_side  # noqa: F401  everything that a run imports
+    import benchmarks.tithe_side  # noqa: F401  # pyright: ignore[reportUnusedImport] - everything that a run imports
 
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
@@ -149,6 +221,7 @@ def _planned(setting: Setting, measured: dict[str, Any]) -> CpuRun:
         samples=setting.samples,
         lora_r=setting.r,
         lora_targets=tuple(setting.targets.split(",")),
+        lora_experts=setting.experts,
         micro_batch_tokens=setting.micro,
         recompute=setting.recompute,
         is_packed=setting.compute == "packed",
@@ -164,62 +237,87 @@ def _planned(setting: Setting, measured: dict[str, Any]) -> CpuRun:
 def _child(setting: Setting, after_imports: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = _model(setting, Path(folder))
-        _reset_peak()
         return _measure(setting, model, Path(folder), after_imports)
 
 
-def _measure(setting: Setting, model: dict[str, Any], folder: Path, after_imports: int) -> dict[str, Any]:
-    from benchmarks.tithe_side import Bench
+def _configuration(setting: Setting, overrides: list[str]) -> RunConfig:
     from tithe.config import load_config
 
-    overrides = [
+    own = [
         f"model.compute={setting.compute}",
         f"model.compute_dtype={setting.compute_dtype}",
         f"model.activation_checkpointing={str(setting.recompute).lower()}",
         f"model.max_context={setting.context}",
         f"lora.r={setting.r}",
+        f"lora.expert_layout={setting.experts}",
         f"rl.micro_batch_tokens={setting.micro}",
         f"rl.samples_per_prompt={setting.samples}",
         f"rl.batch_size_per_update={setting.rollouts}",
         f"rollout.max_new_tokens={setting.new}",
         "rl.kl_coef=0",
         "run.threads=2",
-        *model["overrides"],
+        *overrides,
     ]
     if setting.targets != "all-linear":
-        overrides.append(f"lora.target_modules=[{setting.targets}]")
+        own.append(f"lora.target_modules=[{setting.targets}]")
+    return load_config(None, own)
+
+
+def _measure(setting: Setting, model: dict[str, Any], folder: Path, after_imports: int) -> dict[str, Any]:
+    from benchmarks.tithe_side import Bench
+
     n = setting.rollouts // setting.samples
-    prompts = [[(7 * i + j) % 97 + 20 for j in range(setting.prompt)] for i in range(2 * n)]
+    prompts = [[(7 * i + j) % 97 + 4 for j in range(setting.prompt)] for i in range(STEPS * n)]
     workload = {"step_prompts": n, "step_prompt_ids": prompts, "rollout_prompt_ids": prompts}
-    bench = Bench(load_config(None, overrides), workload, folder / "adapters")
+    peaks = Peaks(after_imports)
+    bench = Bench(_configuration(setting, model["overrides"]), workload, folder / "adapters")
     with bench.session:
+        peaks.end("loading")
         seen = _watch(bench)
-        for _ in range(STEPS):
-            _step(bench, setting)
-        details = {name: _status_bytes(name) for name in ("VmHWM", "VmRSS")}
-        decoder = bench.session.base.decoder
-        details["base_resident_bytes"] = decoder.resident_bytes()
+        for step in range(STEPS):
+            _step(bench, setting, prompts[step * n : (step + 1) * n], peaks)
+        base_bytes = bench.session.base.decoder.resident_bytes()
     return {
         "after_imports_bytes": after_imports,
-        "peak_bytes": details["VmHWM"] - after_imports,
+        "peak_bytes": max(peaks.bytes.values()),
+        "phases": peaks.bytes,
         "tensor_bytes": seen["tensor_bytes"],
         "rows": seen["rows"],
         "threads": 2,
         "config": model["config"],
-        "details": details,
+        "details": {"base_resident_bytes": base_bytes, "largest": seen["largest"]},
     }
 
 
-def _step(bench: Any, setting: Setting) -> None:
-    import benchmarks.tithe_side as side
+def _step(bench: Any, setting: Setting, prompts: list[list[int]], peaks: Peaks) -> None:
+    sampled = bench.generate(prompts, setting.samples, setting.new)
+    peaks.end("sampling")
+    groups = [bench.group(i, prompts[i], row) for i, row in enumerate(sampled)]
+    if bench.learner.learn(groups, bench.serial) is None:
+        raise RuntimeError("nothing was learned")
+    peaks.end("training")
+    bench.serial += 1
+    bench.publish()
+    peaks.end("publishing")
 
-    side.SAMPLES_PER_PROMPT = setting.samples
-    bench.step(setting.new)
+
+class Peaks:
+    """The largest resident size of this process in each phase, above what it had after its imports."""
+
+    def __init__(self, after_imports: int) -> None:
+        self.start_bytes, self.bytes = after_imports, dict[str, int]()
+        _reset_peak()
+
+    def end(self, phase: str) -> None:
+        """A phase is over; of one that comes again the largest counts."""
+        peak = _status_bytes("VmHWM") - self.start_bytes
+        self.bytes[phase] = max(peak, self.bytes.get(phase, 0))
+        _reset_peak()
 
 
-def _watch(bench: Any) -> dict[str, int]:
+def _watch(bench: Any) -> dict[str, Any]:
     """Count the live tensors at the end of the largest micro-batch's backward."""
-    seen = {"tensor_bytes": 0, "rows": 0}
+    seen: dict[str, Any] = {"tensor_bytes": 0, "rows": 0, "largest": []}
     passes = bench.session.trainer.passes
     original = passes.backward
 
@@ -227,14 +325,15 @@ def _watch(bench: Any) -> dict[str, int]:
         original(micro, *rest)
         if len(micro.input_ids) >= seen["rows"]:
             seen["rows"] = len(micro.input_ids)
-            seen["tensor_bytes"] = _tensor_bytes(bench.session.engine.pages)
+            found = _storages(bench.session.engine.pages)
+            seen["tensor_bytes"], seen["largest"] = sum(found), sorted(found, reverse=True)[:40]
 
     passes.backward = backward
     return seen
 
 
-def _tensor_bytes(engine_pages: Any) -> int:
-    """Bytes of the distinct storages of all live tensors; the engine's pages are given out as they are written."""
+def _storages(engine_pages: Any) -> list[int]:
+    """Bytes of each of the distinct storages of live tensors; the engine's pages are given out as they are written."""
     import torch
 
     own = {engine_pages.keys.untyped_storage().data_ptr(), engine_pages.values.untyped_storage().data_ptr()}
@@ -243,25 +342,17 @@ def _tensor_bytes(engine_pages: Any) -> int:
         if issubclass(type(found), torch.Tensor):  # isinstance would ask objects that warn
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    return sum(n_bytes for address, n_bytes in storages.items() if address not in own)
+    return [n_bytes for address, n_bytes in storages.items() if address not in own]
 
 
 def _model(setting: Setting, folder: Path) -> dict[str, Any]:
     if setting.model == DEMO:
         return {"overrides": [], "config": None}
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from support.checkpoints import build_hf
+    from support.checkpoints import build_hf  # pyright: ignore[reportMissingImports] - tests/ is on the path now
 
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-    }
-    directory = build_hf(folder / "model", "llama", **sizes)
+    architecture, sizes = MODELS[setting.model]
+    directory = build_hf(folder / "model", architecture, max_position_embeddings=2048, **sizes)
     config = json.loads((directory / "config.json").read_text())
     return {"overrides": [f"model.path={directory}"], "config": config}
 

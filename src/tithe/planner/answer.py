@@ -112,7 +112,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fewest_gpus": fewest_gpus(request),
         "longest_context_tokens": longest_context(request),
         "most_live_sequences": most_sequences(request),
-        "best_layout": best_layout(request),
+        "best_layout": best_layout(request, plan.factors),
         "step_seconds": time.parts,
         "step_total_seconds": time.total_s,
         "run_steps": request.steps,

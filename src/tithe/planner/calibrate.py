@@ -17,7 +17,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from tithe.errors import ConfigError
-from tithe.planner.factors import Factors
+from tithe.planner.factors import Factors, factor_names
 from tithe.planner.hardware import CPU_NAME
 from tithe.planner.request import PlanRequest
 from tithe.planner.roofline import publish_s, train_s_per_token
@@ -80,6 +80,7 @@ def calibrated(request: PlanRequest, factors: Factors, run: RunFigures) -> tuple
         ratio = train_s_per_token(request, factors, request.hardware) / run.train_s_per_token
         for name in ("train_flops_moe" if request.spec.is_moe else "train_flops_dense", "train_flops_attention"):
             values[name] = getattr(factors, name) * ratio
+        values["train_micro_s"] = factors.train_micro_s / ratio
     if run.publish_s:
         moving = publish_s(request, factors, request.hardware) - factors.publish_fixed_s
         values["publish_fixed_s"] = max(0.0, run.publish_s - moving)
@@ -91,7 +92,7 @@ def calibrated(request: PlanRequest, factors: Factors, run: RunFigures) -> tuple
 def _faster(factors: Factors, ratio: float) -> dict[str, float]:
     """Every factor of sampling, so that it goes `ratio` times as fast."""
     shares = ("hbm_dense", "hbm_experts", "hbm_cache", "decode_flops", "prefill_flops_dense", "prefill_flops_moe")
-    seconds = ("decode_layer_s", "decode_collective_s", "decode_layer_sequence_s")
+    seconds = tuple(name for name in factor_names() if name.startswith("decode_") and name.endswith("_s"))
     values = {name: getattr(factors, name) * ratio for name in shares}
     return values | {name: getattr(factors, name) / ratio for name in seconds}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tithe.planner.factors import DEFAULTS
+from tithe.planner.factors import Factors
 from tithe.planner.hardware import CPU_NAME
 from tithe.planner.plans import plan_memory
 from tithe.planner.request import PlanRequest
 from tithe.planner.step import plan_step
 
 
-def best_layout(request: PlanRequest) -> str:
+def best_layout(request: PlanRequest, factors: Factors) -> str:
     """`shared/dp`, `shared/tp`, `separate/dp` or `separate/tp`; "none fits" when none does.
 
     By tokens per second; full-parameter training learns something else and is left to `tithe compare`.
@@ -20,7 +20,7 @@ def best_layout(request: PlanRequest) -> str:
     speeds: dict[str, float] = {}
     for name, changed in _layouts(request):
         if plan_memory(changed).fits:
-            speeds[name] = plan_step(changed, DEFAULTS).total_s
+            speeds[name] = plan_step(changed, factors).total_s
     return min(speeds, key=lambda name: speeds[name]) if speeds else "none fits"
 
 

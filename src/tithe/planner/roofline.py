@@ -11,6 +11,7 @@ arXiv 2211.05102 gives the decode side, arXiv 2204.02311 (appendix B) the FLOPs 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from tithe.arch import ArchSpec, TensorGroup, account, make_base, sequence_bytes, tensor_families
 from tithe.planner.costs import StepCosts
@@ -20,6 +21,10 @@ from tithe.planner.hardware import Accelerator, Hardware
 from tithe.planner.memory import CAST_BYTES
 from tithe.planner.parallel import Parallel, divide, kv_ways, rank_bytes_by_group
 from tithe.planner.request import KV_BYTES, PlanRequest
+
+PACKED_TOKENS: Final = 16384
+"""Of a micro-batch at least, unless a number is asked for: short sequences are packed and share its fixed time. The
+shortest of the runs that `train_micro_s` is fitted on."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,11 @@ def step_costs(request: PlanRequest, factors: Factors, hardware: Hardware, n_tra
     peak = replica_gpus * flop_per_s(request, card)
     cached = sequence_bytes(spec, 4096, KV_BYTES[request.kv_dtype], is_windowed=request.windowed_kv) / 4096
     spread = kv_ways(spec, parallel) if parallel.uses_tp else parallel.ranks
-    per_layer = factors.decode_layer_s + (factors.decode_collective_s if parallel.ranks > 1 else 0.0)
     prefill = factors.prefill_flops_moe if spec.is_moe else factors.prefill_flops_dense
     own = 1 if parallel.uses_tp else parallel.ranks  # ranks that each schedule their own sequences
     return StepCosts(
         prefill_s_per_token=work.forward(request.prompt_tokens / 2) / (peak * prefill),
-        decode_fixed_s=spec.n_layers * per_layer,
+        decode_fixed_s=_fixed_s(spec, factors, parallel, card),
         decode_dense_s=sum(groups.values()) / (bandwidth * factors.hbm_dense),
         decode_experts_s=experts / (bandwidth * factors.hbm_experts),
         n_experts=spec.n_experts,
@@ -78,6 +82,16 @@ def step_costs(request: PlanRequest, factors: Factors, hardware: Hardware, n_tra
         publish_s=publish_s(request, factors, hardware),
         reward_s_per_rollout=request.reward_s,
     )
+
+
+def _fixed_s(spec: ArchSpec, factors: Factors, parallel: Parallel, card: Accelerator) -> float:
+    """Of a tick whatever its rows: launches, exchanges within a machine and between machines, indexers."""
+    layer = factors.decode_layer_s
+    if parallel.ranks > 1:
+        layer += factors.decode_collective_s
+    layer += factors.decode_collective_node_s * (-(-parallel.ranks // card.gpus_per_node) - 1)  # hops of a ring
+    indexed = sum(len(one.layers) for one in spec.others if one.index_bytes_per_token)
+    return spec.n_layers * layer + indexed * factors.decode_indexer_s
 
 
 def flop_per_s(request: PlanRequest, card: Accelerator) -> float:
@@ -99,20 +113,25 @@ def sampling_parallel(request: PlanRequest, hardware: Hardware) -> Parallel:
 def train_flops_per_token(request: PlanRequest) -> tuple[float, float]:
     """(of linears, of attention) for one trained token, recomputation and a scored reference included.
 
-    Attention's backward is twice its forward; a linear's is its forward once more, and again when it is trained.
+    Attention's backward is twice its forward; a linear's is its forward once more, and again when it is trained. A
+    full-parameter step of reinforcement learning scores the policy too: its engine's log-probs are another program's
+    (NeMo-RL counts the phase in its step time, docs/about/performance-summary.md; verl's `compute_log_prob`).
     """
     work, mean = work_of(request.spec), (request.prompt_tokens + request.new_tokens) / 2
     passes = 3 if request.layout == "full" else 2
-    forwards = (1 if request.recompute else 0) + (1 if request.reference else 0)
+    scores_policy = request.layout == "full" and request.phase == "rl"
+    forwards = int(request.recompute) + int(request.reference) + int(scores_policy)
     return 2.0 * work.active * (passes + forwards), work.attention_per_position * mean * (3 + forwards)
 
 
 def train_s_per_token(request: PlanRequest, factors: Factors, hardware: Hardware) -> float:
-    """Seconds that all training GPUs together take for one token."""
+    """Seconds that all training GPUs together take for one token, each on micro-batches of its own."""
     share = factors.train_flops_moe if request.spec.is_moe else factors.train_flops_dense
     linears, attention = train_flops_per_token(request)
     peak = hardware.gpus * hardware.accelerator.bf16_flop_per_s
-    return (linears / share + attention / factors.train_flops_attention) / peak
+    micro = request.micro_batch_tokens or max(request.context, PACKED_TOKENS)
+    overhead = factors.train_micro_s / (micro * hardware.gpus)
+    return (linears / share + attention / factors.train_flops_attention) / peak + overhead
 
 
 def publish_bytes(request: PlanRequest) -> int:

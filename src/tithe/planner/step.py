@@ -96,7 +96,8 @@ def plan_step(request: PlanRequest, factors: Factors, *, tok_per_s: float = 0.0)
     if request.phase == "train":
         return StepTime(0.0, 0.0, update, 0.0, 0.0, sampled, costs, rate)
     if not is_split:
-        return StepTime(sample, reward, update, costs.publish_s, 0.0, sampled, costs, rate)
+        beside = factors.full_step * (sample + update + costs.publish_s) if request.layout == "full" else 0.0
+        return StepTime(sample, reward, update, costs.publish_s, beside, sampled, costs, rate)
     return _overlapped(hardware, n_train, sample, update, reward, sampled, costs)
 
 

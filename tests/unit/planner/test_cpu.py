@@ -9,7 +9,9 @@ import pytest
 from tithe.arch import ArchSpec, known_config, make_base, published_base
 from tithe.errors import ConfigError
 from tithe.planner.command import plan
-from tithe.planner.cpu import CpuRun, Micro, backward_adapter_bytes, base_bytes, cpu_side, forward_adapter_bytes
+from tithe.planner.cpu import cpu_side
+from tithe.planner.cpu_run import CpuRun, Micro
+from tithe.planner.cpu_weights import backward_adapter_bytes, base_bytes, forward_adapter_bytes
 
 CONFIG = known_config("smollm2-135m")
 SPEC = ArchSpec.from_config(CONFIG)
@@ -61,7 +63,7 @@ def test_a_plan_for_a_processor_is_this_model():
     assert answer["fewest_gpus"] == 1
 
 
-@pytest.mark.parametrize(("model", "layout"), [("gpt-oss-20b", "shared"), ("qwen3-8b", "full")])
+@pytest.mark.parametrize(("model", "layout"), [("qwen3.5-397b-a17b", "shared"), ("qwen3-8b", "full")])
 def test_what_is_not_modelled_is_said(model, layout):
     with pytest.raises(ConfigError, match=r"cpu|processor"):
         plan(model, "cpu", layout=layout)

@@ -7,6 +7,7 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from tithe.errors import ConfigError
 from tithe.planner.calibrate import calibrated, read_run
 from tithe.planner.command import plan
 from tithe.planner.factors import DEFAULTS, SOURCES, factor_names
+from tithe.planner.layouts import best_layout
 from tithe.planner.request import make_request
-from tithe.planner.roofline import publish_s, step_costs, train_flops_per_token, work_of
+from tithe.planner.roofline import publish_s, step_costs, train_flops_per_token, train_s_per_token, work_of
 from tithe.planner.step import length_quantiles, plan_step, sampling_s
 
 IDEAL = DEFAULTS.updated(
@@ -23,9 +25,9 @@ IDEAL = DEFAULTS.updated(
 )
 
 
-def kimi(**options):
+def kimi(hardware="8xB200", **options):
     options = {"base": "int4", "lora_targets": ("attention",), "context": 16_384, "sequences": 64} | options
-    return make_request("kimi-k2", "8xB200", **options)
+    return make_request("kimi-k2", hardware, **options)
 
 
 def test_every_factor_has_a_source():
@@ -55,10 +57,53 @@ def test_training_an_adapter_skips_the_gradients_of_weights():
     active = work_of(request.spec).active
     assert active == 8_030_261_248 - 128_256 * 4096
     assert train_flops_per_token(request)[0] == pytest.approx(4 * active)
-    assert train_flops_per_token(replace(request, layout="full"))[0] == pytest.approx(6 * active)
+    full = replace(request, layout="full")
+    assert train_flops_per_token(replace(full, phase="train"))[0] == pytest.approx(6 * active)
+    assert train_flops_per_token(full)[0] == pytest.approx(8 * active)  # the policy's own log-probs
     assert train_flops_per_token(replace(request, recompute=True, reference=True))[0] == pytest.approx(8 * active)
     attended = 2 * 32 * 32 * (128 + 128)  # layers, heads, query·key and weights·values
     assert train_flops_per_token(request)[1] == pytest.approx(3 * attended * (request.prompt_tokens + 7) / 2)
+
+
+def test_short_sequences_share_a_micro_batchs_fixed_time():
+    def overhead(**options: Any) -> float:
+        request = make_request("llama-3.1-8b", "8xH100", base="bf16", **options)
+        with_it, without = (
+            train_s_per_token(request, replace(DEFAULTS, train_micro_s=s), request.hardware) for s in (1.0, 0.0)
+        )
+        return with_it - without
+
+    assert overhead(context=1024) == pytest.approx(1 / (8 * 16384))
+    assert overhead(context=32768) == pytest.approx(1 / (8 * 32768))
+    assert overhead(context=1024, micro_batch_tokens=2048) == pytest.approx(1 / (8 * 2048))
+
+
+def test_a_replica_over_machines_and_an_indexer_add_to_every_tick():
+    none = replace(DEFAULTS, decode_collective_node_s=0.0, decode_indexer_s=0.0)
+    each = replace(none, decode_collective_node_s=1.0, decode_indexer_s=1000.0)
+
+    def added(model: str, gpus: int) -> float:
+        request = make_request(model, f"{gpus}xH100", base="fp8", attention="dp", phase="rollout")
+        after, before = (step_costs(request, f, request.hardware, gpus).decode_fixed_s for f in (each, none))
+        return after - before
+
+    assert added("deepseek-v3", 8) == 0.0
+    assert added("deepseek-v3", 32) == pytest.approx(61 * 3)  # hops of a ring over four machines
+    assert added("glm-5", 8) == pytest.approx(78 * 1000)
+
+
+def test_a_step_of_every_parameter_takes_more_than_its_phases():
+    time = plan_step(kimi(layout="full", hardware="512xH100"), replace(DEFAULTS, full_step=0.5))
+    assert time.idle_s == pytest.approx(0.5 * (time.sample_s + time.update_s + time.sync_s))
+
+
+def test_the_best_layout_is_that_of_calibrated_factors():
+    request = kimi(hardware="16xB200", context=2048, attention="tp")
+    slow_links = replace(DEFAULTS, decode_collective_s=1.0, decode_collective_node_s=1.0)
+    chosen = {
+        best_layout(request, factors) for factors in (DEFAULTS, replace(DEFAULTS, train_flops_moe=1e-4), slow_links)
+    }
+    assert len(chosen) > 1
 
 
 def test_an_adapter_is_published_faster_than_every_weight():
