@@ -13,14 +13,13 @@ from support.decoders import random_adapter, tiny_decoder
 from support.training import random_batch
 from tithe.arch import ArchSpec, published_base
 from tithe.lora import LoraSpec
-from tithe.models import AdapterGradients, TrainAdapter
+from tithe.models import AdapterGradients, Passes, TrainAdapter
 from tithe.models.expert_adapter import stack_experts
 from tithe.packing import plan_micro_batches
 from tithe.planner.cpu_pass import CHUNK_ROWS, kept_bytes, untouched_bytes
 from tithe.planner.cpu_run import PAGE, CpuRun, Micro
 from tithe.planner.cpu_weights import adapter_numbers, backward_adapter_bytes, base_bytes, gradient_bytes
 from tithe.quant import kernel_threads
-from tithe.trainer.passes import Passes
 
 PROMPT, NEW, SAMPLES, R = 20, 12, 4, 5  # a rank is made even
 
