@@ -49,7 +49,7 @@ def test_recomputation_keeps_the_stream_alone():
 
 
 @pytest.mark.parametrize("name", ["lora_r", "new", "rollouts", "micro_batch_tokens", "max_context"])
-def test_memory_never_falls(name):
+def test_memory_never_falls(name: str):
     """With longer prompts it can: balanced packing then divides a batch into more, smaller parts."""
     sizes = [cpu_side(replace(RUN, **{name: getattr(RUN, name) * n})).total_bytes for n in (1, 2, 4)]
     assert sizes == sorted(sizes)
@@ -64,6 +64,6 @@ def test_a_plan_for_a_processor_is_this_model():
 
 
 @pytest.mark.parametrize(("model", "layout"), [("qwen3.5-397b-a17b", "shared"), ("qwen3-8b", "full")])
-def test_what_is_not_modelled_is_said(model, layout):
+def test_what_is_not_modelled_is_said(model: str, layout: str):
     with pytest.raises(ConfigError, match=r"cpu|processor"):
         plan(model, "cpu", layout=layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ class Counter:
         ("deepseek_v3", False),
     ],
 )
-def test_every_buffer_of_a_pass_is_counted(tmp_path, architecture, recompute):
+def test_every_buffer_of_a_pass_is_counted(tmp_path: Path, architecture: str, recompute: bool):
     spec = LoraSpec(r=R, alpha=8, target_modules=("all-linear",))
     counter = Counter(storages())
     decoder = tiny_decoder(tmp_path / "model", architecture)

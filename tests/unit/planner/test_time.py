@@ -16,7 +16,7 @@ from tithe.planner.calibrate import calibrated, read_run
 from tithe.planner.command import plan
 from tithe.planner.factors import DEFAULTS, SOURCES, factor_names
 from tithe.planner.layouts import best_layout
-from tithe.planner.request import make_request
+from tithe.planner.request import PlanRequest, make_request
 from tithe.planner.roofline import publish_s, step_costs, train_flops_per_token, train_s_per_token, work_of
 from tithe.planner.step import length_quantiles, plan_step, sampling_s
 
@@ -25,9 +25,9 @@ IDEAL = DEFAULTS.updated(
 )
 
 
-def kimi(hardware="8xB200", **options):
-    options = {"base": "int4", "lora_targets": ("attention",), "context": 16_384, "sequences": 64} | options
-    return make_request("kimi-k2", hardware, **options)
+def kimi(hardware: str = "8xB200", **changed: Any) -> PlanRequest:
+    options: dict[str, Any] = {"base": "int4", "lora_targets": ("attention",), "context": 16_384, "sequences": 64}
+    return make_request("kimi-k2", hardware, **(options | changed))
 
 
 def test_every_factor_has_a_source():
@@ -150,7 +150,7 @@ def test_rewards_are_waited_for_on_a_shared_base():
 
 
 @pytest.fixture
-def run_dir(tmp_path):
+def run_dir(tmp_path: Path) -> Path:
     """A run of 2 batches of 8 rollouts: 16 tokens on 4 of a prompt, 2 s of training, 0.5 s of publishing."""
     rows = [
         {"kind": "train", "groups": 1, "train_s": 2.0, "publish_s": 0.5, "reward_s": 1.6},
@@ -168,7 +168,7 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def test_a_run_is_read_as_data(run_dir):
+def test_a_run_is_read_as_data(run_dir: Path):
     run = read_run(str(run_dir))
     assert (run.rollouts, run.mean_new_tokens, run.mean_prompt_tokens) == (16, 16.0, 4.0)
     assert run.log_length_sigma == 0.0
@@ -177,7 +177,7 @@ def test_a_run_is_read_as_data(run_dir):
     assert run.is_cpu
 
 
-def test_a_calibrated_plan_of_the_same_machine_says_what_the_run_said(run_dir):
+def test_a_calibrated_plan_of_the_same_machine_says_what_the_run_said(run_dir: Path):
     request = make_request("smollm2-135m", "1xCPU", context=64, batch=8, sequences=8)
     run = read_run(str(run_dir))
     request, factors, sources = calibrated(request, DEFAULTS, run)
@@ -189,7 +189,7 @@ def test_a_calibrated_plan_of_the_same_machine_says_what_the_run_said(run_dir):
     assert "16 rollouts" in sources["publish_fixed_s"]
 
 
-def test_a_run_on_a_processor_says_nothing_about_a_gpus_rates(run_dir):
+def test_a_run_on_a_processor_says_nothing_about_a_gpus_rates(run_dir: Path):
     request, factors, sources = calibrated(kimi(), DEFAULTS, read_run(str(run_dir)))
     assert factors == DEFAULTS
     assert request.new_tokens == 16
@@ -197,13 +197,13 @@ def test_a_run_on_a_processor_says_nothing_about_a_gpus_rates(run_dir):
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "pool.sqlite"])
-def test_what_a_run_lacks_is_named(run_dir, missing):
+def test_what_a_run_lacks_is_named(run_dir: Path, missing: str):
     (run_dir / missing).unlink()
     with pytest.raises(ConfigError, match=missing):
         read_run(str(run_dir))
 
 
-def test_the_page_is_whole_and_escaped(tmp_path):
+def test_the_page_is_whole_and_escaped(tmp_path: Path):
     (tmp_path / "<b>").mkdir()
     config = Path(__file__).parents[3] / "src" / "tithe" / "arch" / "known" / "qwen3-30b-a3b.json"
     (tmp_path / "<b>" / "config.json").write_text(config.read_text())
