@@ -46,6 +46,7 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
     if isinstance(session.trainer, FullTrainer):
         result = {**_common(by_version), **session.base.lane.call(_compare_copies, session.trainer, by_version)}
         result |= {"numeric_mode": session.base.numeric_mode, "copy": session.base.options.quantize}
+        result["ranks"] = session.cfg.run.ranks
         write_text(run_dir / "parity.json", json.dumps(result, indent=1))
         return result
     decoder = session.base.decoder
@@ -104,7 +105,7 @@ def _compare(session: Session, by_version: dict[Path, list[RolloutGroup]]) -> tu
     """The trainer's own answers, on all ranks. The noise floor is taken on the first version's groups."""
     differences: list[np.ndarray] = []
     floor = 0.0
-    ask = partial(session.base.lane.call, session.lead.score_version)
+    ask = partial(session.base.lane.call, session.learner.score_version)
     for index, (directory, groups) in enumerate(by_version.items()):
         scored = ask(directory, groups, False)
         differences += _against_sampler(groups, scored)

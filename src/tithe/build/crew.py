@@ -24,7 +24,7 @@ from tithe.config import RunConfig
 from tithe.engines import ENGINE_ORDERS
 from tithe.errors import RanksLost, TitheError
 from tithe.models import ALONE, Orders, Ranks, Stop
-from tithe.trainer import TRAINER_CARRIERS, TRAINER_ORDERS
+from tithe.trainer import MODEL_ORDERS, TRAINER_CARRIERS, TRAINER_ORDERS
 from tithe.utils.wire import Wire
 
 LOST = 3
@@ -45,7 +45,7 @@ class Setup:
     adapter: str | None
 
 
-WIRE = Wire(*dict.fromkeys((Setup, Stop, *ENGINE_ORDERS, *TRAINER_ORDERS, *TRAINER_CARRIERS)))
+WIRE = Wire(*dict.fromkeys((Setup, Stop, *ENGINE_ORDERS, *TRAINER_ORDERS, *MODEL_ORDERS, *TRAINER_CARRIERS)))
 """Everything that travels between the ranks of a run."""
 
 
@@ -114,7 +114,9 @@ class Crew:
         """On rank 0's lane: let the others load what this rank is about to load."""
         if self.ranks.size > 1 and self.ranks.rank == 0:
             self.orders.handle(Setup, lambda _: None)
-            self.orders.give(Setup(cfg.model_dump(mode="json"), None if adapter is None else str(adapter)))
+            without = {"lora"} if cfg.model.train == "full" else None  # its keys would be refused as given
+            settled = cfg.model_dump(mode="json", exclude=without)
+            self.orders.give(Setup(settled, None if adapter is None else str(adapter)))
 
     def stop(self) -> None:
         """On rank 0's lane: the last order, unless ranks are lost."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from tithe.build.probing import ProbeRecord
 from tithe.build.session import Session, say
 from tithe.engines import CopiedEngine
-from tithe.trainer import FullTrainer
+from tithe.trainer import LeadingModel
 from tithe.types import MetricSink, PolicyVersion
 from tithe.utils.durable import complete_directory
 from tithe.utils.memory import release_unused
@@ -25,11 +25,9 @@ class FullPublisher:
     """
 
     def __init__(self, session: Session, channel: DirectoryChannel, sink: MetricSink | None = None) -> None:
-        trainer, engine = session.trainer, session.engine
-        assert isinstance(trainer, FullTrainer)
-        assert isinstance(engine, CopiedEngine)
+        assert isinstance(session.own_engine, CopiedEngine)
         self._session, self._channel, self._sink = session, channel, sink
-        self._trainer, self._engine = trainer, engine
+        self._own = session.own_engine
         self._probe = ProbeRecord(session)
 
     def publish(self, version: PolicyVersion) -> str:
@@ -37,18 +35,18 @@ class FullPublisher:
         `NonFiniteError`; the served version is then unchanged.
         """
         release_unused()  # what training gave back, before the next copy asks for memory
-        trainer, lane = self._trainer, self._session.base.lane
-        logp = lane.call(trainer.probe, self._probe.prompt, self._probe.target)
+        model, lane = self._session.model, self._session.base.lane
+        logp = lane.call(model.probe, self._probe.prompt, self._probe.target)
         fields = self._probe.manifest(logp)
-        directory = self._channel.publish_model(version, lambda folder: lane.call(trainer.write, folder), fields)
-        name = self._engine.load_adapter(directory)
+        directory = self._channel.publish_model(version, lambda folder: lane.call(model.write, folder), fields)
+        name = self._session.engine.load_adapter(directory)
         release_unused()
         self._probe.confirm(name, logp)
         self._report(version)
         return name
 
     def _report(self, version: PolicyVersion) -> None:
-        gap = self._engine.gap
+        gap = self._own.gap
         assert gap is not None
         if self._sink is not None:
             self._sink.write(version.serial, {"sampler_gap": gap.largest, "sampler_gap_mean": gap.mean})
@@ -59,9 +57,9 @@ class FullPublisher:
         say(f"version {version.serial}: sampler against trainer {gap.largest:.2g} nats at most ({bound})")
 
 
-def save_final_model(trainer: FullTrainer, run_dir: Path) -> Path:
+def save_final_model(model: LeadingModel, run_dir: Path) -> Path:
     """The trained model as a Hugging Face directory of the run, in place of an earlier one."""
     target = run_dir / FINAL_MODEL
     with complete_directory(target, replace=True) as hidden:
-        trainer.write(hidden)
+        model.write(hidden)
     return target

@@ -14,6 +14,7 @@ from tithe.checkpoint import prune as prune_checkpoints
 from tithe.checkpoint import save_checkpoint
 from tithe.orchestration import RunControl, ServedVersion, TrainHooks, evaluate
 from tithe.pool import PoolReader
+from tithe.trainer import FullTrainer
 from tithe.types import MetricSink, PolicyVersion
 from tithe.utils.durable import write_text
 from tithe.utils.memory import release_unused
@@ -46,7 +47,7 @@ class Publisher:
     def _write(self, version: PolicyVersion) -> tuple[Path, list[float]]:
         """The published directory and the trainer's answer to the probe. The engine reads its own copy from disk."""
         trainer, lane = self._session.adapter_trainer, self._session.base.lane
-        logp, shaken = lane.call(self._session.lead.prove, self._probe.prompt, self._probe.target)
+        logp, shaken = lane.call(self._session.learner.prove, self._probe.prompt, self._probe.target)
         fields = self._probe.manifest(logp, shaken, trainer.spec)
         return self._channel.publish(version, self._session.published_tensors(), fields), logp
 
@@ -104,7 +105,12 @@ class Saver:
 
     def save(self, serial: int, state: Mapping[str, Any]) -> Path:
         """Write the checkpoint of a serial, durably."""
-        return save_checkpoint(self.root, serial, self._session.trainer.state_tensors(), dict(state))
+        session = self._session
+        if isinstance(session.trainer, FullTrainer):
+            tensors = session.base.lane.call(session.model.state_tensors)
+        else:
+            tensors = session.trainer.state_tensors()  # every rank has all of it
+        return save_checkpoint(self.root, serial, tensors, dict(state))
 
     def extra_state(self) -> Mapping[str, Any]:
         """JSON values."""

@@ -16,10 +16,10 @@ from tithe.build.base import open_base
 from tithe.build.crew import LOST, WIRE, Crew, Setup, join_launched
 from tithe.build.learning import make_learning
 from tithe.config import build_config
-from tithe.engines import EngineShare, SharedEngine
+from tithe.engines import EngineShare
 from tithe.errors import RanksLost, TitheError
 from tithe.models import Orders, Ranks, Stop
-from tithe.trainer import Trainer, TrainerShare
+from tithe.trainer import FullShare, FullTrainer, TrainerShare
 
 _PR_SET_PDEATHSIG = 1
 """An option of Linux's `prctl`."""
@@ -36,10 +36,10 @@ def follow(ranks: Ranks) -> None:
     crew = Crew(ranks, orders, ranks.size)
     base = open_base(build_config(setup.config), lambda _: None, crew, adapter)
     trainer, engine = make_learning(base.cfg, base, adapter, lambda _: None)
-    assert isinstance(trainer, Trainer), "where every parameter is trained there is one rank"
-    assert isinstance(engine, SharedEngine)
     EngineShare(engine, orders)
     TrainerShare(trainer, orders)
+    if isinstance(trainer, FullTrainer):
+        FullShare(trainer, orders)
     orders.follow()
 
 

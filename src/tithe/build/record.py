@@ -93,7 +93,7 @@ class RunRecord:
 
     def _memory(self) -> None:
         session = self._session
-        held, engine = session.base.held, session.engine
+        held, engine = session.base.held, session.own_engine
         pss = pss_bytes()
         before = self._values.get("memory", {}).get("peak_pss_bytes") or 0
         self._values["memory"] = {

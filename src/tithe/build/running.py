@@ -16,7 +16,7 @@ from tithe.build.loops import train_and_roll
 from tithe.build.origin import write_origin
 from tithe.build.record import RunRecord
 from tithe.build.session import Session, open_session, say
-from tithe.checkpoint import find_checkpoints, load_checkpoint
+from tithe.checkpoint import find_checkpoints
 from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed, load_run
 from tithe.errors import ConfigError, ResumeError, UserError
 from tithe.lora import save_adapter
@@ -154,11 +154,7 @@ def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
     chosen = next((c for c in reversed(found) if c.ok), None)
     if chosen is None:
         raise ResumeError(f"{root} holds none of the checkpoints that the pool records, complete: {sorted(recorded)}")
-    if isinstance(session.trainer, FullTrainer):
-        loaded = load_checkpoint(chosen.path)
-        session.trainer.load_state(loaded.tensors, loaded.state["trainer"])
-    else:
-        session.base.lane.call(session.lead.take_back, chosen.path)
+    session.base.lane.call(session.learner.take_back, chosen.path)
     rewind = pool.rewind_to_checkpoint(chosen.step)
     say(f"resume: from batch {rewind.serial}; {rewind.replayed} trained groups wait again")
     return rewind.checkpoint
@@ -202,7 +198,7 @@ def _finish(
 
 def _save_final(session: Session, run_dir: Path) -> None:
     if isinstance(session.trainer, FullTrainer):
-        session.base.lane.call(save_final_model, session.trainer, run_dir)
+        session.base.lane.call(save_final_model, session.model, run_dir)
         return
     target = final_policy(run_dir, session.cfg)
     if target.exists():

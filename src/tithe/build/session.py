@@ -31,7 +31,7 @@ from tithe.envs import (
 from tithe.models import split_experts
 from tithe.orchestration import Player, generate_with
 from tithe.rewards import BUILT_IN, RewardPool, build_reward
-from tithe.trainer import FullTrainer, LeadingTrainer, Trainer, TrainerShare
+from tithe.trainer import FullShare, FullTrainer, LeadingModel, LeadingTrainer, Trainer, TrainerShare
 from tithe.types import PromptItem, SamplingParams
 
 
@@ -50,10 +50,11 @@ class Session:
     prompts: EncodedPrompts
     rewards: RewardPool
     engine: SharedEngine | SpreadEngine | CopiedEngine
+    own_engine: SharedEngine | CopiedEngine
     trainer: Trainer | FullTrainer
-    """This process's own."""
-    learner: LeadingTrainer | FullTrainer
-    """What the train loop drives: on several ranks the trainers of all."""
+    """This process's own, as `own_engine`."""
+    learner: LeadingTrainer
+    """What the train loop drives: the trainers of all ranks."""
     player: Player
     params: SamplingParams
     closers: list[Callable[[], None]] = field(default_factory=list)
@@ -75,10 +76,10 @@ class Session:
         return self.trainer
 
     @property
-    def lead(self) -> LeadingTrainer:
-        """The trainers of all ranks, of a run that learns an adapter."""
-        assert isinstance(self.learner, LeadingTrainer), "a run that trains every parameter has one rank"
-        return self.learner
+    def model(self) -> LeadingModel:
+        """The trained model of all ranks, of a run that trains every parameter."""
+        assert isinstance(self.trainer, FullTrainer), "a run that learns an adapter has a frozen base"
+        return LeadingModel(self.base.crew.orders)
 
     def published_tensors(self) -> Mapping[str, Tensor]:
         """The trainer's adapter as it is published: experts one by one, what they share under every number. No copies
@@ -146,7 +147,7 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
         while closers:
             closers.pop()()
         raise
-    return Session(cfg, base, task, prompts, rewards, engine, trainer, learner, player, params, closers)
+    return Session(cfg, base, task, prompts, rewards, engine, own, trainer, learner, player, params, closers)
 
 
 def _environment(cfg: RunConfig, base: Base, rewards: RewardPool, tools: Sequence[Tool]) -> SingleTurnEnv | ToolEnv:
@@ -159,13 +160,12 @@ def _environment(cfg: RunConfig, base: Base, rewards: RewardPool, tools: Sequenc
 
 def _leading(
     base: Base, trainer: Trainer | FullTrainer, engine: SharedEngine | CopiedEngine
-) -> tuple[LeadingTrainer | FullTrainer, SharedEngine | SpreadEngine | CopiedEngine]:
+) -> tuple[LeadingTrainer, SharedEngine | SpreadEngine | CopiedEngine]:
     """What the loops of rank 0 talk to."""
-    if isinstance(trainer, FullTrainer) or isinstance(engine, CopiedEngine):
-        assert isinstance(trainer, FullTrainer)
-        return trainer, engine
     orders = base.crew.orders
     TrainerShare(trainer, orders)
+    if isinstance(trainer, FullTrainer):
+        FullShare(trainer, orders)
     lead = LeadingTrainer(trainer, orders)
     if orders.ranks.size == 1:
         return lead, engine

@@ -78,8 +78,6 @@ def _full(cfg: RunSections) -> Iterator[_Problem]:
         yield "lora.init_from", f"{cfg.lora.init_from} while model.train = full has no adapter; set model.path instead"
     if cfg.lora.dropout > 0:
         yield "lora.dropout", f"{cfg.lora.dropout} while model.train = full has no adapter; set it to 0"
-    if cfg.run.ranks > 1:
-        yield "run.ranks", f"{cfg.run.ranks} while model.train = full runs on one rank; set it to 1"
     if cfg.rollout.on_publish != "finish":
         reason = "with model.train = full each version is a model of its own, so a request finishes where it began"
         yield "rollout.on_publish", f"{cfg.rollout.on_publish}: {reason}; set it to finish"

@@ -78,9 +78,10 @@ class RunSettings(Section):
     when the base is loaded."""
 
     ranks: int = Field(default=1, ge=1, le=4096)
-    """Processes that sample and train together: each holds a share of the experts, everything else whole, and works on
-    requests and rows of its own. The command starts the others on this machine; under a launcher that sets `RANK` and
-    `WORLD_SIZE` it meets them. `engine.max_running` and `engine.kv_memory_mib` are those of each rank."""
+    """Processes that sample and train together: each holds a share of the experts, everything else whole (with
+    `model.train: full` a share of everything that is trained), and works on requests and rows of its own. The command
+    starts the others on this machine; under a launcher that sets `RANK` and `WORLD_SIZE` it meets them.
+    `engine.max_running` and `engine.kv_memory_mib` are those of each rank."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
     """Threads for arithmetic of each rank. `null` shares out the cores that this process may use."""

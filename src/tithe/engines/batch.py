@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from tithe.engines.sequences import LiveVersion
+from tithe.errors import EngineError, PublishRefused
 from tithe.models import ForwardPlan, Ranks, Segment, serve
 from tithe.types import ExpertArray
 
 Owner = TypeVar("Owner")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +70,8 @@ def run_rows(plan: ForwardPlan, work: list[Work[Owner]]) -> list[Computed[Owner]
 
 
 class Forwards:
-    """The forwards of an engine. On several ranks all make them together: one a tick, with rows or without; `apart`,
-    each as many as it needs. Belongs to the lane."""
+    """The forwards of an engine. On several ranks all make them together: one a tick, with rows or without; `together`
+    each as many as its job needs. Belongs to the lane."""
 
     def __init__(self, plan: ForwardPlan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
@@ -90,8 +92,21 @@ class Forwards:
             self._plan.run_idle()
         return []
 
+    def together(self, job: Callable[[], T]) -> T:
+        """What `job` gives, which makes as many forwards as it needs. Every rank has one; what any refuses
+        (`EngineError`, `PublishRefused`) is refused on all."""
+        problem: EngineError | PublishRefused | None = None
+        answers: list[T] = []
+        with self._apart():
+            try:
+                answers.append(job())
+            except (EngineError, PublishRefused) as error:
+                problem = error
+        self._ranks.agree(problem)
+        return answers[0]
+
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def _apart(self) -> Iterator[None]:
         """A block in which ranks make different numbers of forwards: they tell each other before each, and those that
         have left the block take part until all have. An error that leaves the block ends the run."""
         if self._ranks.size == 1:

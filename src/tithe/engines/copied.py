@@ -6,7 +6,9 @@ produces      `Completion`s with log-prob and version per token
 waits for     the lane's ticks; KV pages of a request's version
 unblocked by  `submit`; finished requests
 
-A request finishes on the version it began with; a version's copy goes with its last request once it was dropped.
+A request finishes on the version it began with; a version's copy goes with its last request once it was dropped. Over
+ranks each has copies of its own (of a mixture's experts its share), and all load, tick and drop together
+(`tithe.engines.spread`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tithe.arch import read_checkpoint
 from tithe.engines.sequences import LiveVersion, refuse
 from tithe.engines.shared import SharedEngine
 from tithe.errors import AdapterError, EngineError, PublishRefused
-from tithe.models import Lane, ModelOptions, load_model
+from tithe.models import ALONE, Lane, ModelOptions, Ranks, load_model, on_ranks
 from tithe.types import Completion, GenerateRequest
 from tithe.utils.memory import release_unused
 from tithe.weight_sync import Manifest, Probe, read_manifest
@@ -89,13 +91,14 @@ class CopiedEngine:
         numeric_mode: str,
         max_live_versions: int = 4,
         settings: Mapping[str, Any],
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.lane, self.options = lane, options
+        self.lane, self.options, self.ranks = lane, options, ranks
         self._origin, self._mode, self._max_live = origin, numeric_mode, max_live_versions
         self._settings = dict(settings)
         self._copies: dict[str, SharedEngine] = {}
         self._engines: tuple[SharedEngine, ...] = ()  # the same, for readers without the lock
-        self._dropped: set[str] = set()
+        self._dropped: list[str] = []
         self._served: str | None = None
         self._answer: tuple[Probe, list[float]] | None = None
         self._past: dict[str, float] = {}  # counters of copies that are gone
@@ -109,14 +112,25 @@ class CopiedEngine:
     def submit(self, request: GenerateRequest) -> Future[Completion]:
         """Queue a request; never blocks. The future fails with `EngineError` when it can never be served."""
         with self._lock:
-            name = self._served if request.adapter is None else request.adapter
-            copy = None if name is None or name in self._dropped else self._copies.get(name)
+            copy = self._copy_of(request)
             if copy is not None:
                 return copy.submit(replace(request, adapter=None))
         future: Future[Completion] = Future()
-        live = ", ".join(self._copies) or "none"
-        refuse(future, EngineError(f"version {request.adapter!r} is not live; live are: {live}"))
+        refuse(future, EngineError(self._not_live(request)))
         return future
+
+    def _copy_of(self, request: GenerateRequest) -> SharedEngine | None:
+        name = self._served if request.adapter is None else request.adapter
+        return None if name is None or name in self._dropped else self._copies.get(name)
+
+    def _not_live(self, request: GenerateRequest) -> str:
+        return f"version {request.adapter!r} is not live; live are: {', '.join(self._copies) or 'none'}"
+
+    def problem(self, request: GenerateRequest) -> str | None:
+        """Why a request can never be served; None when it can."""
+        with self._lock:
+            copy = self._copy_of(request)
+        return self._not_live(request) if copy is None else copy.problem(replace(request, adapter=None))
 
     def cancel(self, group: int) -> None:
         """End all requests of a group with FinishReason.CANCELLED."""
@@ -150,26 +164,43 @@ class CopiedEngine:
         Raises `AdapterError` (files, names, origin, numeric mode), `ModelError` (weights), `PublishRefused` (probe) or
         `EngineError` (too many live versions); the served version is then unchanged.
         """
-        manifest = read_manifest(directory)
-        self._check(manifest)
-        name = manifest.name
-        with self._lock:
-            copy = self._copies.get(name)
-            if copy is None and len(self._copies) >= self._max_live:
-                raise EngineError(f"{len(self._copies)} copies are live, engine.max_live_versions is {self._max_live}")
-        if copy is None:
-            copy = self.lane.call(self._load, directory, LiveVersion(name, manifest.version.serial, None))
-        probe = manifest.probe
+        problem: AdapterError | EngineError | None = None
+        loaded: tuple[Manifest, SharedEngine] | None = None
+        try:
+            loaded = self._copy_from(directory)
+        except (AdapterError, EngineError) as error:
+            problem = error
+        self.ranks.agree(problem)
+        assert loaded is not None
+        manifest, copy = loaded
+        name, probe = manifest.name, manifest.probe
         answer = copy.score(None, probe.prompt_ids, probe.completion_ids)
-        self.gap = measure_gap(probe, answer, self._answer_to(probe), self._tolerance(), name)
+        refused: PublishRefused | None = None
+        try:
+            self.gap = measure_gap(probe, answer, self._answer_to(probe), self._tolerance(), name)
+        except PublishRefused as error:
+            refused = error
+        self.ranks.agree(refused)
         with self._lock:
             self._answer = (probe, answer)
             self._copies[name] = copy
             self._engines = tuple(self._copies.values())
-            self._dropped.discard(name)
+            self._dropped = [other for other in self._dropped if other != name]
             self._served = name
         self.lane.wake()
         return name
+
+    def _copy_from(self, directory: Path) -> tuple[Manifest, SharedEngine]:
+        """A published version's manifest and its copy, which is new unless it is the very same version."""
+        manifest = read_manifest(directory)
+        self._check(manifest)
+        with self._lock:
+            copy = self._copies.get(manifest.name)
+            if copy is None and len(self._copies) >= self._max_live:
+                raise EngineError(f"{len(self._copies)} copies are live, engine.max_live_versions is {self._max_live}")
+        if copy is None:
+            copy = self.lane.call(self._load, directory, LiveVersion(manifest.name, manifest.version.serial, None))
+        return manifest, copy
 
     def _check(self, manifest: Manifest) -> None:
         if manifest.base_checksum != self._origin:
@@ -181,9 +212,13 @@ class CopiedEngine:
             )
 
     def _load(self, directory: Path, version: LiveVersion) -> SharedEngine:
-        decoder = load_model(read_checkpoint(directory), self.options)
+        checkpoint, ranks = read_checkpoint(directory), self.ranks
+        if ranks.size == 1:
+            decoder = load_model(checkpoint, self.options)
+        else:
+            decoder = on_ranks(load_model(checkpoint, self.options, ranks.shard), ranks)
         release_unused()
-        return SharedEngine(decoder, _Berth(self.lane), bare=version, **self._settings)
+        return SharedEngine(decoder, _Berth(self.lane), bare=version, ranks=ranks, **self._settings)
 
     def _answer_to(self, probe: Probe) -> list[float] | None:
         """What the version before answered to the same question."""
@@ -207,20 +242,30 @@ class CopiedEngine:
         cannot be dropped.
         """
         with self._lock:
-            if name not in self._copies or name == self._served:
+            if name not in self._copies or name in (self._served, *self._dropped):
                 return
-            self._dropped.add(name)
+            self._dropped.append(name)
         self.lane.submit(self._forget_unused)
 
     def _forget_unused(self) -> None:
-        """On the lane: let go of dropped copies that have nothing left to do."""
+        """On the lane: let go of dropped copies that have nothing left to do. Ranks do so together."""
+        if self.ranks.size == 1:
+            self.forget([not used for used in self.dropped_in_use()])
+
+    def dropped_in_use(self) -> list[bool]:
+        """Of dropped copies: whether requests here are under them still."""
         with self._lock:
-            gone = [name for name in self._dropped if not self._copies[name].has_work()]
+            return [self._copies[name].has_work() for name in self._dropped]
+
+    def forget(self, which: Sequence[bool]) -> None:
+        """On the lane: let go of dropped copies that no request is under."""
+        with self._lock:
+            gone = [name for name, goes in zip(self._dropped, which, strict=True) if goes]
             for name in gone:
                 counted = self._copies.pop(name).stats()
                 for key in counted.keys() - set(_GAUGES):
                     self._past[key] = self._past.get(key, 0.0) + counted[key]
-            self._dropped -= set(gone)
+            self._dropped = [name for name in self._dropped if name not in gone]
             self._engines = tuple(self._copies.values())
         if gone:
             release_unused()
@@ -232,9 +277,9 @@ class CopiedEngine:
         return any(copy.has_work() for copy in self._engines)
 
     def tick(self) -> None:
-        """One tick of every copy with work."""
+        """One tick of every copy with work; over ranks of every copy, since others may have some."""
         for copy in self._engines:
-            if copy.has_work():
+            if copy.has_work() or self.ranks.size > 1:
                 copy.tick()
         if self._dropped:
             self._forget_unused()

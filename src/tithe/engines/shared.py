@@ -23,7 +23,7 @@ from tithe.engines.admission import check_origin, own_pages, problem_of
 from tithe.engines.batch import Forwards, Work, write_table
 from tithe.engines.cache import PromptCache
 from tithe.engines.sequences import BASE, LiveVersion, Prompt, Running, Waiting, completion, refuse, resolve
-from tithe.errors import AdapterError, EngineError, PublishRefused
+from tithe.errors import AdapterError, EngineError
 from tithe.models import ALONE, PAGE, Decoder, Draws, ForwardPlan, Head, KVPages, Lane, Ranks
 from tithe.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tithe.weight_sync import Probe, compare_probe, load_published
@@ -185,15 +185,9 @@ class SharedEngine:
 
     def _prove_and_serve(self, probe: Probe, version: LiveVersion) -> None:
         """Every rank asks its own engine; all serve the version, or none."""
-        problem: EngineError | PublishRefused | None = None
         self._forwards.serve([*self._held(), version])
         try:
-            with self._forwards.apart():
-                try:
-                    answer = self._prove(probe, version)
-                except (EngineError, PublishRefused) as error:
-                    problem, answer = error, []
-            self.ranks.agree(problem)
+            answer = self._forwards.together(lambda: self._prove(probe, version))
         except BaseException:
             if version.name not in self._live:
                 self._forget(version)
@@ -234,12 +228,14 @@ class SharedEngine:
         self.lane.submit(self._forget_unused)
 
     def score(self, adapter: str | None, prompt: Sequence[int], target: Sequence[int]) -> list[float]:
-        """log-probs at T = 1 of given completion tokens, through the prompt cache and pages that serve requests."""
+        """log-probs at T = 1 of given completion tokens, through the prompt cache and pages that serve requests. Ranks
+        are asked together."""
         with self._lock:
             version = self._served if adapter is None else self._live.get(adapter)
         if version is None:
             raise EngineError(f"adapter {adapter!r} is not live")
-        return self.lane.call(self._score, version, tuple(prompt), tuple(target))
+        asked = tuple(prompt), tuple(target)
+        return self.lane.call(lambda: self._forwards.together(lambda: self._score(version, *asked)))
 
     def _serve(self, version: LiveVersion) -> None:
         with self._lock:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tithe.engines.copied import CopiedEngine
 from tithe.engines.sequences import completion, refuse, resolve
 from tithe.engines.shared import SharedEngine
 from tithe.errors import EngineError
@@ -113,7 +114,7 @@ class Here(Lane):
 class EngineShare:
     """One rank's part of every order. On the lane."""
 
-    def __init__(self, engine: SharedEngine, orders: Orders) -> None:
+    def __init__(self, engine: SharedEngine | CopiedEngine, orders: Orders) -> None:
         self.engine, self._orders = engine, orders
         self._open: dict[int, Future[Completion]] = {}
         self.stats: list[Mapping[str, float]] = [engine.stats()] * orders.ranks.size

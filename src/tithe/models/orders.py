@@ -55,7 +55,8 @@ class Orders:
         handler = self._handlers[type(order)]
         try:
             self.ranks.broadcast(self.wire.encode(order), patiently=True)
-            return handler(order)
+            with self.ranks.watched():
+                return handler(order)
         except Agreed as agreed:
             raise agreed.error from agreed
         except BaseException as error:
@@ -71,7 +72,8 @@ class Orders:
         while True:
             order = self.hear()
             try:
-                self._handlers[type(order)](order)
+                with self.ranks.watched():
+                    self._handlers[type(order)](order)
             except Agreed:
                 continue  # rank 0 says so
             if isinstance(order, Stop):

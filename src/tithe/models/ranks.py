@@ -11,8 +11,10 @@ so has every run on as many ranks.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,11 @@ class Ranks:
     timeout_s: float = 0.0
     patient: dist.ProcessGroup | None = None
     why: Callable[[], str | None] = lambda: None
+    store: dist.Store | None = None
+    """Where the ranks met."""
+    here: bool = False
+    """Whether they are of one machine, by its own file."""
+    _is_default: bool = field(default=False, init=False)
 
     @staticmethod
     def join(rank: int, size: int, meeting: Path | tuple[str, int, bool], timeout_s: float = TIMEOUT_S) -> Ranks:
@@ -85,7 +92,7 @@ class Ranks:
             ]
         except RuntimeError as error:
             raise RunError(f"rank {rank} did not meet the other {size - 1} within {timeout_s:g} s: {error}") from error
-        return Ranks(rank, size, groups[0], timeout_s, groups[1])
+        return Ranks(rank, size, groups[0], timeout_s, groups[1], store=store, here=isinstance(meeting, Path))
 
     @property
     def shard(self) -> Shard:
@@ -94,7 +101,27 @@ class Ranks:
 
     def close(self) -> None:
         """Leave; calls of the others fail from now on."""
+        if self._is_default:
+            self._is_default = False
+            dist.destroy_process_group()
         self.group = self.patient = None
+
+    def default_group(self) -> dist.ProcessGroup:
+        """The same ranks as torch's default group, which its sharding wants; all make it together, at the first call.
+
+        The one place where a process has a group of its own: nothing else reads it.
+        """
+        assert self.store is not None, "one rank shards nothing"
+        if not self._is_default:
+            self.barrier()  # who has ended is noticed here, while torch would wait for it
+            store = dist.PrefixStore("sharding", self.store)
+            bound = timedelta(seconds=self.timeout_s)
+            with self.watched(), _loopback(self.here):
+                dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=bound)
+            self._is_default = True
+        group = dist.group.WORLD
+        assert group is not None
+        return group
 
     # ------------------------------------------------------------------ messages
 
@@ -105,14 +132,27 @@ class Ranks:
         try:
             call(group).wait()
         except RuntimeError as error:
-            known = self.why() or (
-                f"one has ended, or was silent for {self.timeout_s:g} s; look into its output "
-                f"({str(error).splitlines()[0][:120]})"
-            )
-            raise RanksLost(
-                f"rank {self.rank} of {self.size} lost the others: {known}. Go on with `tithe resume`, on as many "
-                "ranks or others"
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RanksLost:
+        known = self.why() or (
+            f"one has ended, or was silent for {self.timeout_s:g} s; look into its output "
+            f"({str(error).splitlines()[0][:120]})"
+        )
+        return RanksLost(
+            f"rank {self.rank} of {self.size} lost the others: {known}. Go on with `tithe resume`, on as many "
+            "ranks or others"
+        )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A block in which torch itself exchanges: what its messages fail with (gloo names itself) is `RanksLost`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or "gloo" not in str(error).lower():
+                raise
+            raise self._lost(error) from error
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """rows [Σ send, …]: the first send[0] go to rank 0, and so on. Returns [Σ receive, …], by rank they come from.
@@ -222,6 +262,20 @@ def _group(store: dist.Store, rank: int, size: int, timeout: timedelta, *, here:
     options = gloo._Options()  # noqa: SLF001
     options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout  # noqa: SLF001
     return gloo(store, rank, size, options)
+
+
+@contextmanager
+def _loopback(here: bool) -> Iterator[None]:
+    """Groups that are made in the block connect through this machine's loopback, unless an interface is named."""
+    names = {name for _, name in socket.if_nameindex()}
+    if not here or "GLOO_SOCKET_IFNAME" in os.environ or "lo" not in names:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _bytes(data: bytes) -> Tensor:

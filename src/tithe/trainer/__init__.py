@@ -5,6 +5,7 @@
 
 from tithe.trainer.adam import StepResult
 from tithe.trainer.full import FullTrainer
+from tithe.trainer.full_leading import MODEL_ORDERS, FullShare, LeadingModel
 from tithe.trainer.leading import TRAINER_CARRIERS, TRAINER_ORDERS, LeadingTrainer, TrainerShare
 from tithe.trainer.proof import Perturbed, ScoredBatch, probe_logp, probe_masters, score_groups
 from tithe.trainer.reference import Reference
@@ -14,11 +15,14 @@ from tithe.trainer.settings import CriticSettings, TrainerSettings
 from tithe.trainer.trainer import Trainer
 
 __all__ = [
+    "MODEL_ORDERS",
     "TRAINER_CARRIERS",
     "TRAINER_ORDERS",
     "BatchScorer",
     "CriticSettings",
+    "FullShare",
     "FullTrainer",
+    "LeadingModel",
     "LeadingTrainer",
     "Perturbed",
     "Reference",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,12 +105,13 @@ class Adam:
     def state_tensors(self) -> dict[str, Tensor]:
         """``optimizer/exp_avg/…`` and ``optimizer/exp_avg_sq/…`` by master, whole; empty before the first step. No
         copies on one rank: the next `step` changes them."""
-        return {
-            f"optimizer/{key}/{name}": whole(self._adamw.state[master][key].detach())
-            for name, master in self._masters.items()
-            for key in MOMENTS
-            if master in self._adamw.state
-        }
+        return dict(self.each_tensor())
+
+    def each_tensor(self) -> Iterator[tuple[str, Tensor]]:
+        """`state_tensors`, one after the other: of sharded masters each is put together when it is asked for."""
+        for name, master in self._masters.items():
+            for key in MOMENTS if master in self._adamw.state else ():
+                yield f"optimizer/{key}/{name}", whole(self._adamw.state[master][key].detach())
 
     def state(self) -> dict[str, int]:
         """The numbers that go with `state_tensors`."""

@@ -1,33 +1,34 @@
 """Training every parameter, the expensive alternative: transformers' own model, FP32 masters, the adapter's objective.
 
 One rank: the forward reads weights in the base's dtype; masters, gradient sums and AdamW's state are float32 (18 bytes
-a parameter with a bf16 forward). Several ranks of a process group: `fully_shard` holds a share of all of it on each,
-gathers a layer for its forward and backward, and adds gradients up in float32; each rank takes its part of a batch's
-micro-batches. A KL to the base keeps a frozen copy, the third one of a run.
+a parameter with a bf16 forward). Several ranks: `fully_shard` holds a share of all of it on each, gathers a layer for
+its forward and backward, and adds gradients up in float32; each rank takes its part of a batch's micro-batches. A KL to
+the base keeps a frozen copy, the third one of a run, sharded likewise. While they load, ranks hold the whole model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tithe.errors import ResumeError
 from tithe.losses import LOSSES, Denominators, denominators
+from tithe.models import ALONE, Ranks
 from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.full_model import FullPolicy, load_full, unpack, write_full
-from tithe.trainer.full_shard import copy_whole, shard, whole
+from tithe.trainer.full_shard import copy_whole, let_go, own_numbers, shard, whole
 from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
 from tithe.trainer.proof import answer_of, probe_group, score_packed
+from tithe.trainer.ranks import Sums
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import RolloutGroup, TrainingBatch
 
@@ -38,8 +39,8 @@ SCORE_TOKENS = 4096
 class FullTrainer:
     """`plan` a batch, `accumulate` its micro-batches, `step`, as `Trainer`. Everything but `plan` runs on the lane.
 
-    `dtype` is what the forward multiplies in and what is published. With `group` (more than one rank) every rank calls
-    the same methods in the same order with the same batch; `plan` gives each rank its own micro-batches.
+    `dtype` is what the forward multiplies in and what is published. On several `ranks` every one calls the same methods
+    in the same order with the same batch; `plan` gives each its own micro-batches.
     """
 
     def __init__(
@@ -49,18 +50,19 @@ class FullTrainer:
         settings: TrainerSettings,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        group: dist.ProcessGroup | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.directory, self.settings, self.dtype = directory, settings, dtype
-        self._ranks, self._rank = (group.size(), group.rank()) if group is not None else (1, 0)
+        self.directory, self.settings, self.dtype, self.ranks = directory, settings, dtype, ranks
         self.policy = load_full(directory, n_tokens, checkpointing=settings.activation_checkpointing)
         self._reference = frozen_copy(self.policy, dtype) if settings.kl_coef > 0 else None
-        if group is not None and self._ranks > 1:
-            shard(self.policy, group, dtype)
+        if ranks.size > 1:
+            shard(self.policy, ranks, dtype)
+            if self._reference is not None:
+                shard(self._reference, ranks, dtype)
         named = {name.removeprefix("model."): p for name, p in self.policy.named_parameters()}
         self._parameters: dict[str, torch.nn.Parameter] = named
         self._masters: dict[str, Tensor] = dict(named)
-        if self._ranks == 1 and dtype is not torch.float32:
+        if ranks.size == 1 and dtype is not torch.float32:
             self._masters = {name: p.data.requires_grad_() for name, p in named.items()}
             for p in named.values():
                 p.data = p.data.detach().to(dtype)  # parameters only: rotary tables stay float32
@@ -86,8 +88,8 @@ class FullTrainer:
         self._tally = Tally()
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
         self._zero_gradients()
-        blank = [_masked(micros[-1])] * (-len(micros) % self._ranks) if micros else []
-        return [*micros, *blank][self._rank :: self._ranks]
+        blank = [_masked(micros[-1])] * (-len(micros) % self.ranks.size) if micros else []
+        return [*micros, *blank][self.ranks.rank :: self.ranks.size]
 
     def accumulate(self, micro: MicroBatch) -> None:
         """Forward and backward of one micro-batch; gradients add up to the batch's."""
@@ -101,9 +103,10 @@ class FullTrainer:
         logp, entropy = self.policy(*rows)
         given = loss_input(micro, logp, entropy, reference, self._denominators, self.settings, self.kl_coef)
         output = LOSSES[self.settings.algorithm](*given)
-        (output.loss * self._ranks).backward()  # ranks average gradients, whose denominators are the batch's
+        (output.loss * self.ranks.size).backward()  # ranks average gradients, whose denominators are the batch's
         self._collect()
-        self._tally.add(output, started)
+        if micro.loss_mask.any():
+            self._tally.add(output, started)
 
     def _collect(self) -> None:
         """Add gradients in the forward's dtype to float32 sums, and let them go."""
@@ -124,7 +127,7 @@ class FullTrainer:
     def step(self) -> StepResult:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
         grads = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
-        self._tally.loss = self._sum_over_ranks(self._tally.loss)
+        self._sum_over_ranks()
         self._adam.settings = self.settings
         result = self._adam.step(grads, self._tally)
         if self._tally.metrics and not result.skipped:
@@ -136,12 +139,11 @@ class FullTrainer:
         self._zero_gradients()
         return result
 
-    def _sum_over_ranks(self, value: float) -> float:
-        if self._ranks == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)
-        return float(total)
+    def _sum_over_ranks(self) -> None:
+        if self.ranks.size > 1:
+            own = self._tally
+            sums = Sums(own.loss, own.train_s, 0, 0, own.metrics).over(self.ranks)
+            self._tally = Tally(sums.loss, sums.train_s, sums.metrics)
 
     def _cast(self) -> None:
         """The masters in the forward's dtype, where those are two copies."""
@@ -155,7 +157,9 @@ class FullTrainer:
     def score_policy(self, micro: MicroBatch) -> np.ndarray:
         """log-probs [N] under the policy as it is."""
         with torch.no_grad():
-            return self.policy(*unpack(micro))[0].numpy()
+            logp = self.policy(*unpack(micro))[0].numpy()
+        let_go(self.policy)
+        return logp
 
     def score_reference(self, micro: MicroBatch) -> np.ndarray:
         """log-probs [N] under the frozen base."""
@@ -170,7 +174,9 @@ class FullTrainer:
         """
         model = self.policy if policy is None else policy
         with torch.no_grad():
-            return score_packed(groups, SCORE_TOKENS, lambda micro: model(*unpack(micro))[0].numpy())
+            scored = score_packed(groups, SCORE_TOKENS, lambda micro: model(*unpack(micro))[0].numpy())
+        let_go(model)
+        return scored
 
     def probe(self, prompt: Sequence[int], target: Sequence[int]) -> list[float]:
         """log-probs at T = 1 of a probe's completion."""
@@ -182,11 +188,16 @@ class FullTrainer:
 
     def write(self, folder: Path) -> None:
         """Fill a folder with a complete Hugging Face directory in the forward's dtype; every rank calls it, the first
-        writes."""
-        weights = None
-        if self._ranks > 1:
-            weights = {n: whole(p.detach()).to(self.dtype) for n, p in self._parameters.items()}
-        if self._rank == 0:
+        holds the whole and writes."""
+        if self.ranks.size == 1:
+            write_full(self.policy, folder, self.directory)
+            return
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            together = whole(parameter.detach())
+            if self.ranks.rank == 0:
+                weights[name] = together.to(self.dtype)
+        if self.ranks.rank == 0:
             write_full(self.policy, folder, self.directory, weights)
 
     # ------------------------------------------------------------------ state
@@ -201,8 +212,13 @@ class FullTrainer:
 
         No copies on one rank: the next `step` changes them.
         """
-        model = {f"model/{name}": whole(master.detach()) for name, master in self._masters.items()}
-        return model | self._adam.state_tensors()
+        return dict(self.each_tensor())
+
+    def each_tensor(self) -> Iterator[tuple[str, Tensor]]:
+        """`state_tensors`, one after the other, for ranks that hold none of them whole."""
+        for name, master in self._masters.items():
+            yield f"model/{name}", whole(master.detach())
+        yield from self._adam.each_tensor()
 
     def state(self) -> dict[str, float]:
         """The numbers that go with `state_tensors`."""
@@ -223,13 +239,13 @@ class FullTrainer:
         self._cast()
 
     def memory_bytes(self) -> int:
-        """Whole model's weights in the forward, masters, gradient sums, Adam state and reference."""
+        """Weights in the forward, masters, gradient sums, Adam state and reference, as far as this rank holds them."""
         total = 0
         for name, parameter in self._parameters.items():
-            n = parameter.numel()
+            n = own_numbers(parameter)
             total += 16 * n + (n * parameter.element_size() if self._masters[name] is not parameter else 0)
         if self._reference is not None:
-            total += sum(p.numel() * p.element_size() for p in self._reference.parameters())
+            total += sum(own_numbers(p) * p.element_size() for p in self._reference.parameters())
         return total
 
 

@@ -37,6 +37,9 @@ class FullPolicy(nn.Module):
         super().__init__()
         self.model = model
         self.n_tokens = n_tokens
+        kept = model.state_dict().keys()
+        self.kept_buffers = tuple(name for name, _ in model.named_buffers() if name in kept)
+        """What a checkpoint holds beside parameters, such as a router's correction."""
 
     def forward(self, ids: Tensor, places: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """(log-softmax(logits / T) of targets, entropy), float32 [N], from ids [Q, W]; see `unpack` for the rest."""
@@ -122,7 +125,8 @@ def write_full(policy: FullPolicy, folder: Path, source: Path, weights: dict[str
     equal bytes.
     """
     model = cast("Any", policy.model)
-    state = dict(model.state_dict()) if weights is None else weights
+    buffers = {name: model.get_buffer(name) for name in policy.kept_buffers}
+    state = dict(model.state_dict()) if weights is None else weights | buffers
     with _no_progress_bars():
         model.save_pretrained(folder, state_dict=state, max_shard_size="100TB")
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")

@@ -5,29 +5,43 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tithe.models import Ranks
 from tithe.trainer.full_model import FullPolicy
 
 
-def shard(policy: FullPolicy, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Shard layer by layer over the ranks of `group`, in place. Parameters stay float32 (they are the masters), the
+def shard(policy: FullPolicy, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Shard layer by layer over the ranks, in place. Trained parameters stay float32 (they are the masters), the
     forward gathers them in `dtype`, gradients are averaged in float32: who wants their sum scales the loss."""
     kind = next(policy.parameters()).device.type
-    mesh = DeviceMesh.from_group(group, kind)
+    mesh = DeviceMesh.from_group(ranks.default_group(), kind)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     layers = cast("Any", policy.model).model.layers
-    for module in (*layers, policy):
-        fully_shard(module, mesh=mesh, mp_policy=mixed)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    is_trained = any(parameter.requires_grad for parameter in policy.parameters())
+    # a backward begins with the head, so that embeddings and head stay together until then; a reference has none
+    fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=not is_trained)
+
+
+def let_go(policy: FullPolicy) -> None:
+    """After a forward that no backward follows: embeddings and head go back to their shares, on all ranks alike."""
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor put together (a collective); any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_numbers(tensor: Tensor) -> int:
+    """How many numbers of a tensor this rank holds."""
+    return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
 
 
 def copy_whole(target: Tensor, value: Tensor) -> None:

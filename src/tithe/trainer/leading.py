@@ -1,9 +1,10 @@
 """The trainer over ranks: rank 0 is asked, all ranks do it.
 
-    TrainerShare      every rank's own `Trainer` and what an order asks of it
+    TrainerShare      every rank's own trainer and what an order asks of it
     LeadingTrainer    rank 0's face to the train loop, with a trainer's methods
 
-One order a lane job: a batch to plan, a micro-batch each, the step, a checkpoint to take back, log-probs to prove.
+One order a lane job: a batch to plan, a micro-batch each, the step, a checkpoint to take back; of an adapter also
+log-probs to prove (of whole models: `tithe.trainer.full_leading`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from tithe.checkpoint import load_checkpoint
 from tithe.models import Orders, TrainAdapter
 from tithe.packing import MicroBatch
+from tithe.trainer.full import FullTrainer
 from tithe.trainer.proof import Perturbed, probe_logp, probe_masters, score_groups
 from tithe.trainer.settings import TrainerSettings
 from tithe.trainer.trainer import StepResult, Trainer
@@ -79,15 +81,16 @@ TRAINER_CARRIERS = (*kinds_in(TrainingBatch), *kinds_in(TrainerSettings))
 class TrainerShare:
     """One rank's part of every order. On the lane."""
 
-    def __init__(self, trainer: Trainer, orders: Orders) -> None:
+    def __init__(self, trainer: Trainer | FullTrainer, orders: Orders) -> None:
         self.trainer = trainer
         self._left: list[MicroBatch] = []
         orders.handle(Plan, self._plan)
         orders.handle(Accumulate, self._accumulate)
         orders.handle(Step, lambda _: trainer.step())
         orders.handle(TakeBack, self._take_back)
-        orders.handle(AskProbe, lambda order: prove(trainer, order.prompt, order.target))
-        orders.handle(AskVersion, lambda o: score_version(trainer, Path(o.directory), o.groups, shaken=o.shaken))
+        if isinstance(trainer, Trainer):
+            orders.handle(AskProbe, lambda order: prove(trainer, order.prompt, order.target))
+            orders.handle(AskVersion, lambda o: score_version(trainer, Path(o.directory), o.groups, shaken=o.shaken))
 
     def _plan(self, order: Plan) -> list[MicroBatch]:
         self.trainer.settings = order.settings
@@ -101,7 +104,7 @@ class TrainerShare:
         take_back(self.trainer, Path(order.directory))
 
 
-def take_back(trainer: Trainer, directory: Path) -> None:
+def take_back(trainer: Trainer | FullTrainer, directory: Path) -> None:
     """Load a checkpoint's tensors and numbers. Raises `ResumeError`."""
     loaded = load_checkpoint(directory)
     trainer.load_state(loaded.tensors, loaded.state["trainer"])
@@ -131,7 +134,7 @@ def score_version(
 class LeadingTrainer:
     """On rank 0: what a train loop asks of a trainer, done by all ranks. On the lane."""
 
-    def __init__(self, own: Trainer, orders: Orders) -> None:
+    def __init__(self, own: Trainer | FullTrainer, orders: Orders) -> None:
         self.own, self._orders = own, orders
         self.settings = own.settings
         """Those of the next batch."""
@@ -153,11 +156,11 @@ class LeadingTrainer:
         self._orders.give(TakeBack(str(directory)))
 
     def prove(self, prompt: Sequence[int], target: Sequence[int]) -> tuple[list[float], list[float]]:
-        """As the function `prove`."""
+        """As the function `prove`, of an adapter."""
         return self._orders.give(AskProbe(tuple(prompt), tuple(target)))
 
     def score_version(
         self, directory: Path, groups: Sequence[RolloutGroup], shaken: bool
     ) -> list[list[np.ndarray | None]]:
-        """As the function `score_version`."""
+        """As the function `score_version`, of an adapter."""
         return self._orders.give(AskVersion(str(directory), groups, shaken))

@@ -2,81 +2,84 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from safetensors.torch import load_file
 
 from support.checkpoints import build_hf
 from support.learning import batch, group, rollout, snapshot
-from tithe.trainer import FullTrainer
+from support.ranks import on_ranks_of
+from tithe.models import ALONE, Ranks
+from tithe.trainer import FullTrainer, StepResult
+from unit.trainer.test_full import EXACT, N_TOKENS
 
-RANKS = 2
-TESTS = Path(__file__).resolve().parents[2]
+SETTINGS = replace(EXACT, micro_batch_tokens=16, betas=(0.5, 0.95), max_grad_norm=0.5, kl_coef=0.1)
 
 
-def trained(base: Path, ranks: dist.ProcessGroup | None) -> FullTrainer:
-    """Two steps on a batch of three micro-batches, which two ranks cannot share evenly."""
-    from unit.trainer.test_full import EXACT, N_TOKENS
+def learner(base: Path, ranks: Ranks) -> FullTrainer:
+    return FullTrainer(base, N_TOKENS, SETTINGS, dtype=torch.float32, ranks=ranks)
 
-    settings = replace(EXACT, micro_batch_tokens=16, betas=(0.5, 0.95), max_grad_norm=0.5)
-    trainer = FullTrainer(base, N_TOKENS, settings, dtype=torch.float32, group=ranks)
+
+def trained(trainer: FullTrainer, steps: int) -> list[StepResult]:
+    """On a batch of three micro-batches, which two ranks cannot share evenly."""
     answers = [[7, 8, 40, 12, 9], [60, 61, 33, 20, 50]]
     groups = [
         group([5 + g, 9, 33, 4, 6], [rollout(ids, sample=s, logp=[-4.7] * 5) for s, ids in enumerate(answers)], g)
         for g in range(3)
     ]
-    for _ in range(2):
+    results = []
+    for _ in range(steps):
         for micro in trainer.plan(batch(groups, [[1.0, -0.5]] * 3)):
             trainer.accumulate(micro)
-        assert not trainer.step().skipped
-    return trainer
+        results.append(trainer.step())
+    assert not any(result.skipped for result in results)
+    return results
 
 
-def on_a_rank(rank: int, base: Path, out: Path) -> None:
-    """What each process does: trains its part, and checks that a saved state comes back on the ranks."""
-    dist.init_process_group("gloo", init_method=f"file://{out}/meet", rank=rank, world_size=RANKS)
-    trainer = trained(base, dist.group.WORLD)
-    state = snapshot(trainer.state_tensors())
-    trainer.load_state(state, trainer.state())
-    again = trainer.state_tensors()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in state.items())
-    folder = out / "published"
-    if rank == 0:
-        folder.mkdir()
-        torch.save(state, out / "state.pt")
-    trainer.write(folder)
-    dist.destroy_process_group()
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_two_ranks_train_what_one_trains(tmp_path: Path, family: str) -> None:
+    """Two steps, then a state of one rank on two and back. A mixture's router keeps what it holds beside parameters."""
+    sizes = {"tie_word_embeddings": False} if family == "llama" else {}
+    base = build_hf(tmp_path / "m", family, dtype="float32", **sizes)
+    one = learner(base, ALONE)
+    wanted = trained(one, 2)
+    alone, numbers = snapshot(one.state_tensors()), one.state()
 
+    def work(ranks: Ranks) -> Any:
+        trainer = learner(base, ranks)
+        folder = tmp_path / "published"
+        folder.mkdir(exist_ok=True)
+        results = trained(trainer, 1)
+        trainer.probe([5, 9, 33], [7, 8])
+        trainer.write(folder)
+        results += trained(trainer, 1)  # what lies between two steps leaves no trace
+        late = snapshot(trainer.state_tensors())
+        probe = trainer.probe([5, 9, 33], [7, 8])
+        trainer.load_state(alone, numbers)
+        again = trainer.state_tensors()
+        trainer.write(folder)
+        assert all(torch.equal(tensor, again[name]) for name, tensor in alone.items())
+        return late, results, probe, trainer.memory_bytes()
 
-@pytest.mark.slow
-def test_two_ranks_train_what_one_trains(tmp_path: Path) -> None:
-    base = build_hf(tmp_path / "m", "llama", dtype="float32", tie_word_embeddings=False)
-    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "unit.trainer.test_full_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(base), str(tmp_path)], env=environment, stderr=subprocess.PIPE)
-        for rank in range(RANKS)
-    ]
-    said = [process.communicate(timeout=240)[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * RANKS, said
-    one = trained(base, None).state_tensors()
-    two = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        assert torch.allclose(two[name], tensor, rtol=1e-4, atol=1e-6), name
-    from safetensors.torch import load_file
-
-    published = load_file(tmp_path / "published" / "model.safetensors")
-    assert all(torch.equal(published[name], two[f"model/{name}"]) for name in published)
-    assert len(published) == sum(name.startswith("model/") for name in two)
-
-
-if __name__ == "__main__":
-    on_a_rank(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
+    first, second = on_ranks_of(2, tmp_path / "ranks", work)
+    assert first[0].keys() == alone.keys()
+    for name, tensor in alone.items():
+        torch.testing.assert_close(first[0][name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+        assert torch.equal(first[0][name], second[0][name])
+    for mine, theirs in zip(first[1], wanted, strict=True):
+        assert mine.metrics.keys() == theirs.metrics.keys()
+        for key in mine.metrics.keys() - {"train_compute_s"}:
+            assert mine.metrics[key] == pytest.approx(theirs.metrics[key], rel=1e-4, abs=1e-6), key
+    assert first[1] == second[1]
+    assert first[2] == second[2] == pytest.approx(one.probe([5, 9, 33], [7, 8]), abs=1e-4)
+    assert first[3] + second[3] == one.memory_bytes()
+    published, before = load_file(tmp_path / "published" / "model.safetensors"), load_file(base / "model.safetensors")
+    assert {n: t.shape for n, t in published.items()} == {n: t.shape for n, t in before.items()}
+    kept = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert bool(kept) == (family == "deepseek_v3")
+    assert all(torch.equal(published[name], before[name]) for name in kept)
+    assert not torch.equal(published["model.norm.weight"], before["model.norm.weight"])
