@@ -10,6 +10,13 @@ DAPO_CLIP_HIGH = 0.28
 """Upper clip of DAPO (arXiv 2503.14476)."""
 
 
+KL_VERIFIED = 0.01
+"""Weight of the KL where a program judges."""
+
+KL_LEARNED = 0.001
+"""Weight of the KL where a learned model judges, alone or among others."""
+
+
 @dataclass(frozen=True)
 class AlgorithmDefaults:
     """Defaults under one algorithm. `clip_range_high` None is the lower clip; where it is a number, the larger of the
@@ -30,13 +37,15 @@ ALGORITHMS: dict[str, AlgorithmDefaults] = {
     "cispo": AlgorithmDefaults(clip_range=1.0, clip_range_high=4.0),
     "dapo": AlgorithmDefaults(clip_range_high=DAPO_CLIP_HIGH, dynamic_sampling=True, overlong="punish"),
     "dr_grpo": AlgorithmDefaults(advantage_scale="none", aggregation="seq_mean_token_sum_norm"),
-    "grpo": AlgorithmDefaults(kl_coef=0.01),
+    "grpo": AlgorithmDefaults(kl_coef=KL_VERIFIED),
     "gspo": AlgorithmDefaults(clip_range=3e-4, clip_range_high=4e-4, aggregation="seq_mean_token_mean"),
-    "ppo": AlgorithmDefaults(kl_coef=0.01, kl_placement="reward", kl_estimator="k1", advantage_scale="batch"),
-    "reinforce_pp": AlgorithmDefaults(kl_coef=0.01, kl_placement="reward", kl_estimator="k1", advantage_scale="batch"),
-    "reinforce_pp_baseline": AlgorithmDefaults(kl_coef=0.01, kl_estimator="k2", advantage_scale="batch"),
+    "ppo": AlgorithmDefaults(kl_coef=KL_VERIFIED, kl_placement="reward", kl_estimator="k1", advantage_scale="batch"),
+    "reinforce_pp": AlgorithmDefaults(
+        kl_coef=KL_VERIFIED, kl_placement="reward", kl_estimator="k1", advantage_scale="batch"
+    ),
+    "reinforce_pp_baseline": AlgorithmDefaults(kl_coef=KL_VERIFIED, kl_estimator="k2", advantage_scale="batch"),
     "rloo": AlgorithmDefaults(
-        kl_coef=0.01,
+        kl_coef=KL_VERIFIED,
         kl_placement="reward",
         kl_estimator="k1",
         advantage_scale="none",

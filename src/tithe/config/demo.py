@@ -19,6 +19,7 @@ DEMO_OVERRIDES: tuple[str, ...] = (
     "rollout.max_prompt_tokens=128",
     "model.max_context=256",
     "optimizer.lr=3e-4",
+    "rl.kl_coef=0.01",
     "engine.kv_memory_mib=256",
 )
 """Applied before the user's own overrides, which win."""

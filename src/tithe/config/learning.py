@@ -145,11 +145,13 @@ class RlSettings(Section):
 
     kl_coef: float = derived(
         of_algorithm("kl_coef"),
-        "0.01 for `grpo`, `rloo`, `reinforce_pp`, its baseline variant and `ppo`, else 0",
+        "0.01 for `grpo`, `rloo`, `reinforce_pp`, its baseline variant and `ppo`, 0.001 for them where a learned model "
+        "judges, else 0",
         ge=0,
         le=100,
     )
-    """Weight of the KL divergence to `kl_reference`. 0 skips the reference pass and its time."""
+    """Weight of the KL divergence to `kl_reference`. 0 skips the reference pass and its time. A learned model judges
+    when `reward.function` or a part of `reward.parts` is one; a part says so with `kind: model`."""
 
     kl_placement: Literal["loss", "reward"] = derived(
         of_algorithm("kl_placement"), "`reward` for `rloo`, `reinforce_pp` and `ppo`, else `loss`"

@@ -194,7 +194,8 @@ class RewardSettings(Section):
 
     diversity_penalty: float = Field(default=0.0, ge=0, le=1000)
     """Taken off each reward, times the mean likeness to the group's other completions (shared share of 3-grams, 0 to
-    1); the reward part `group.diversity`. The metric `overlap` shows the likeness in any case. 0 takes nothing."""
+    1); the reward part `group.diversity`. The metric `overlap` shows the likeness in any case. Pass rates and
+    `rl.dynamic_sampling` look at rewards without it. 0 takes nothing."""
 
     timeout_s: float = Field(default=5.0, gt=0, le=86400)
     """Seconds one judgement may take, counted from its start and not from the queue; then its worker is killed and the
@@ -205,6 +206,11 @@ class RewardSettings(Section):
 
     memory_mib: int = Field(default=1024, ge=64)
     """Address space of one worker in MiB; a judgement that needs more fails."""
+
+    @property
+    def uses_learned_model(self) -> bool:
+        """Whether a learned model judges, alone or among others: `rl.kl_coef` has another default then."""
+        return self.function.rpartition(":")[2] == "model" or any(part.kind == "model" for part in self.parts)
 
 
 class TaskSettings(Section):

@@ -20,7 +20,7 @@ from tithe.orchestration.counters import RolloutCounters
 from tithe.orchestration.playing import Player
 from tithe.orchestration.served import ServedPolicy, ServedVersion
 from tithe.pool import Admission, DropReason, Pool
-from tithe.rewards import penalise_likeness
+from tithe.rewards import penalise_likeness, unpenalised
 from tithe.staleness import Bounds
 from tithe.types import PromptItem, Rollout, RolloutEngine, RolloutGroup, SamplingParams
 
@@ -232,7 +232,9 @@ class RolloutLoop:
         self._control.notify()
 
     def _commit(self, group: RolloutGroup) -> None:
-        rewards = [r.reward for r in group.rollouts if r.failure is None and r.reward is not None]
+        # A charge for likeness would make nearly every group look mixed.
+        found = [unpenalised(r) for r in group.rollouts if r.failure is None]
+        rewards = [reward for reward in found if reward is not None]
         if not self._plan.needs_spread or has_spread(rewards):
             self._equal_in_a_row = 0
             self._pool.commit(group, pass_rate(group))

@@ -3,7 +3,7 @@ functions, format rules, and how these become one reward (docs/rewards.md).
 Judged in worker processes that are killed from outside when they take too long; a judge that fails abstains and never
 pays. Free of torch."""
 
-from tithe.rewards.diversity import mean_overlap, penalise_likeness
+from tithe.rewards.diversity import mean_overlap, penalise_likeness, unpenalised
 from tithe.rewards.exact import same_answer
 from tithe.rewards.extraction import Answer, AnswerForm, extract_answer, find_answer
 from tithe.rewards.functions import load_function
@@ -46,5 +46,6 @@ __all__ = [
     "penalise_likeness",
     "same_answer",
     "score_of",
+    "unpenalised",
     "weighted",
 ]

@@ -55,6 +55,12 @@ def _grams(ids: NDArray[np.int32]) -> NDArray[np.int64]:
     return first << 2 * _BITS | second << _BITS | third
 
 
+def unpenalised(rollout: Rollout) -> float | None:
+    """A rollout's reward before `penalise_likeness`: what says whether a prompt is solved, and whether its completions
+    differ in what they are worth; None for one without reward."""
+    return None if rollout.reward is None else rollout.reward - rollout.reward_parts.get(PART, 0.0)
+
+
 def penalise_likeness(rollouts: Sequence[Rollout], coef: float) -> tuple[Rollout, ...]:
     """The group with `coef` x mean overlap taken off every reward, kept as the part `PART`.
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tithe.errors import Failure
+from tithe.rewards.diversity import unpenalised
 
 if TYPE_CHECKING:  # workers do without the configuration's schema
     from tithe.config.sampling import RewardSettings
@@ -159,6 +160,6 @@ def is_readable(rollout: Rollout) -> bool:
 
 
 def score_of(rollout: Rollout) -> float:
-    """What a rollout counts in an evaluation: 1 or 0 where right and wrong are known, else its reward. A failed or
-    abstained one counts 0."""
-    return rollout.reward_parts.get(FACT + "right", rollout.reward or 0.0)
+    """What a rollout counts in an evaluation and in a pass rate: 1 or 0 where right and wrong are known, else its
+    reward without the charge for likeness. A failed or abstained one counts 0."""
+    return rollout.reward_parts.get(FACT + "right", unpenalised(rollout) or 0.0)

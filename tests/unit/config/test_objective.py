@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tithe.config import load_config
+from tithe.config import build_config, dump_resolved, load_config
 from tithe.config.algorithms import ALGORITHMS, CORRECTIONS
+from tithe.config.yaml_text import parse_yaml
 from tithe.errors import ConfigError
 from tithe.losses import CORRECTIONS as LOSS_CORRECTIONS
 from tithe.losses import LOSSES, NEEDS_PROX
@@ -33,6 +34,30 @@ def test_an_algorithm_names_its_papers_objective(algorithm, kl, clips, scale, ag
     assert (found.kl_coef, found.kl_placement, found.kl_estimator) == kl
     assert (found.clip_range, found.clip_range_high) == clips
     assert (found.advantage_scale, found.aggregation) == (scale, aggregation)
+
+
+JUDGED = "reward.parts=[{name: liking, function: 'my.judge:like', kind: model}]"
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_a_learned_reward_holds_the_policy_less_and_what_is_given_wins(algorithm):
+    verified, learned = rl(f"rl.algorithm={algorithm}").kl_coef, rl(f"rl.algorithm={algorithm}", JUDGED).kl_coef
+    assert (verified, learned) in {(0.01, 0.001), (0.0, 0.0)}
+    assert (verified > 0) == (algorithm in {"grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"})
+    assert rl(f"rl.algorithm={algorithm}", JUDGED, "rl.kl_coef=0.02").kl_coef == 0.02
+    assert rl(f"rl.algorithm={algorithm}", JUDGED.replace("kind: model", "kind: rule")).kl_coef == verified
+
+
+def test_the_resolved_coefficient_is_that_of_the_run():
+    cfg = load_config(None, [JUDGED])
+    assert build_config(parse_yaml(dump_resolved(cfg), "config.yaml")) == cfg
+    assert load_config(None, ["reward.function=my.judge:model"]).rl.kl_coef == 0.001
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["reward.parts=[{name: liking, kind: model}]"])
+    assert caught.value.key == "reward.parts"
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [JUDGED, "rl.kl_coef=-1"])
+    assert caught.value.key == "rl.kl_coef"
 
 
 def test_the_kl_estimator_follows_its_place():

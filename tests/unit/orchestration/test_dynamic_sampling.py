@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tithe.errors import RunError
 from tithe.pool import PoolReader
+from tithe.staleness import Bounds
 from unit.orchestration.fakes import World
 
 
@@ -70,3 +72,30 @@ def test_a_run_whose_groups_never_differ_ends_with_the_remedy(tmp_path):
     world.env.rollout = always_right
     with pytest.raises(RunError, match=r"equal rewards, the last one of 1, and rl\.dynamic_sampling waits"):
         world.run()
+
+
+def test_a_charge_for_likeness_makes_no_group_look_mixed(tmp_path):
+    """Two of three completions are alike, so the charge alone differs within every group."""
+    world = sampling(World(tmp_path, bounds=Bounds(batch_rollouts=9, group_size=3, max_lag=0, max_age=0), steps=3))
+    world.rollouts._plan = replace(world.rollouts._plan, diversity_penalty=0.5)
+    play = world.env.rollout
+
+    async def two_alike(item, request, generate):
+        rollout = await play(item, request, generate)
+        if request.params.sample == 2:
+            return rollout
+        return replace(rollout, token_ids=np.arange(len(rollout.token_ids), dtype=np.int32))
+
+    world.env.rollout = two_alike
+    world.run()
+    with PoolReader(tmp_path / "pool.sqlite") as reader:
+        rows = reader.query(
+            "SELECT state, MAX(reward) > MIN(reward) AS differs, pass_rate,"
+            " COUNT(DISTINCT json_extract(reward_parts, '$.\"fact.right\"')) AS kinds"
+            " FROM rollout_group JOIN rollout USING (group_id) WHERE state IN ('trained', 'dropped')"
+            " GROUP BY group_id"
+        )
+    assert all(row["differs"] for row in rows)
+    assert {row["kinds"] for row in rows if row["state"] == "trained"} == {2}
+    assert {row["kinds"] for row in rows if row["state"] == "dropped"} == {1}
+    assert {row["pass_rate"] for row in rows if row["state"] == "dropped"} <= {0.0, 1.0}

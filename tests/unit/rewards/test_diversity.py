@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tithe.errors import Failure, FailureCause
-from tithe.rewards import mean_overlap, penalise_likeness
+from tithe.rewards import mean_overlap, penalise_likeness, score_of, unpenalised
 from tithe.types import FinishReason, Rollout
 
 texts = st.lists(st.lists(st.integers(0, 2**21 - 2) | st.integers(0, 3), max_size=12), min_size=1, max_size=5)
@@ -48,6 +48,8 @@ def test_copies_pay_and_the_one_that_differs_does_not():
     for r in charged:
         assert sum(r.reward_parts.values()) == pytest.approx(r.reward)
         assert set(r.reward_parts) == {"answer", "group.diversity"}
+        assert unpenalised(r) == pytest.approx(1.0)
+        assert score_of(r) == pytest.approx(1.0), "a solved prompt is known as solved"
 
 
 def test_only_scored_rollouts_are_compared_and_charged():
@@ -56,3 +58,4 @@ def test_only_scored_rollouts_are_compared_and_charged():
     charged = penalise_likeness([rollout(0, [1, 2, 3]), failed, abstained], 1.0)
     assert charged[0].reward == 1.0
     assert charged[1:] == (failed, abstained)
+    assert unpenalised(charged[2]) is None

@@ -107,6 +107,20 @@ def test_it_learns_what_it_is_asked_and_alone_during_its_warm_up(decoder: Decode
     assert any(not torch.equal(policy[n], t) for n, t in trainer.adapter_tensors().items()), "and then learns"
 
 
+def test_its_learning_rate_is_that_of_the_batch_it_steps_on(decoder: Decoder) -> None:
+    """A phase with half the rate moves it half as far; the first step of AdamW is as long as the rate."""
+    moved = []
+    for rate in (1e-3, 5e-4):
+        trainer = learner(decoder)
+        assert trainer.critic is not None
+        batch = ready(trainer)
+        trainer.settings = replace(trainer.settings, lr=rate)
+        before = snapshot(trainer.critic._masters)
+        assert train(trainer, batch).metrics["lr"] == rate
+        moved.append(max(float((t - before[n]).detach().abs().max()) for n, t in trainer.critic._masters.items()))
+    assert moved == pytest.approx([1e-3, 5e-4], rel=1e-2)
+
+
 def test_a_fresh_head_says_nothing(decoder: Decoder) -> None:
     trainer = Trainer(decoder, SPEC, random_adapter(decoder, SPEC, 0, 0.05), PPO, critic=random_adapter(decoder, SPEC))
     values = scored(trainer, some_groups()).value
