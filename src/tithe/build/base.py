@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from tithe.arch import (
     ArchSpec,
     Checkpoint,
@@ -77,7 +75,6 @@ def open_base(cfg: RunConfig, say: Callable[[str], None], crew: Crew, adapter: P
             f"run.device = {cfg.run.device!r}: the fused kernels of this version run on processors only; set it to cpu",
             key="run.device",
         )
-    torch.set_num_threads(1)  # in this thread; the lane alone computes with more (see `quant.set_threads`)
     path = Path(cfg.model.path) if cfg.model.path is not None else find_demo_model()
     checkpoint = read_checkpoint(path)
     if cfg.model.train == "full":

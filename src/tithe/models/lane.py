@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from tithe.errors import RunError
-from tithe.quant import set_threads
+from tithe.quant import set_threads, stay_serial
 
 T = TypeVar("T")
 
@@ -42,7 +42,8 @@ class Ticker(Protocol):
 class Lane:
     """Start with `start`, end with `close`. `call` from the lane's own thread runs at once.
 
-    `threads` is what it computes with (`quant.set_threads`, called in the lane); None leaves torch's setting alone.
+    `threads` is what it computes with (`quant.set_threads`, called in the lane); the thread that starts it and all later
+    ones stay at one. None leaves torch's setting alone.
     """
 
     def __init__(self, name: str = "tithe-lane", threads: int | None = None) -> None:
@@ -53,6 +54,7 @@ class Lane:
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._started = False
+        self._ready = threading.Event()
 
     def add_ticker(self, ticker: Ticker) -> None:
         """Give an engine its ticks."""
@@ -66,6 +68,9 @@ class Lane:
             if not self._started:
                 self._started = True
                 self._thread.start()
+        if self._threads is not None:
+            self._ready.wait()
+            stay_serial()
         return self
 
     def wake(self) -> None:
@@ -105,6 +110,7 @@ class Lane:
     def _loop(self) -> None:
         if self._threads is not None:
             set_threads(self._threads)
+        self._ready.set()
         while True:
             with self._condition:
                 while not (self._closed or self._jobs or any(t.has_work() for t in self._tickers)):

@@ -51,17 +51,24 @@ def panel_scratch(n_bytes: int) -> tuple[int, int, Tensor]:
 
 
 def set_threads(n: int) -> None:
-    """Use n threads in torch and in the kernels alike. Call it in the thread that computes.
-
-    libgomp keeps a team per calling thread, and when the teams together outnumber the processors their workers stop
-    waiting actively: every small kernel then pays for waking one. So one thread computes, and the others keep
-    torch at 1.
-    """
+    """Use n threads in torch and in the kernels alike. Call it in the thread that computes; others `stay_serial`."""
     torch.set_num_threads(n)
+    torch.get_num_threads()  # from now on this thread keeps its number, whatever another thread sets
     set_kernel_threads(n)
     scratch.threads = n
     scratch.stride = 0
     scratch.reserve(1)
+
+
+def stay_serial() -> None:
+    """Keep torch at one thread in this thread and in all that first use it later; to be called after `set_threads`.
+
+    libgomp keeps a team per calling thread, and when the teams together outnumber the processors their workers stop
+    waiting actively: every small kernel then pays for waking one, 55,000 times in a step of 64 completions. A thread
+    takes torch's last set number when it first computes, its own setting before notwithstanding: hence the first line.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True, eq=False)

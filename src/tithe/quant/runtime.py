@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,20 @@ class _Pool:
 
     threads = 1
     parallel: Any | None = None
+    owner = 0
 
 
 _pool = _Pool()
 
 
 def set_kernel_threads(n: int) -> None:
-    """Number of OpenMP threads of every later launch. Call after torch is imported, with torch's own number."""
+    """Number of OpenMP threads of every later launch of this thread; another thread's run on one, without a team.
+
+    Call after torch is imported, with torch's own number.
+    """
     _pool.threads = max(1, n)
     _pool.parallel = _gomp_parallel()
+    _pool.owner = threading.get_ident()
 
 
 def kernel_threads() -> int:
@@ -125,7 +131,7 @@ class Launch:
         args[COUNTER] = 0
         args[SLOT] = 0
         parallel = _pool.parallel
-        if parallel is None or _pool.threads == 1 or args[TASKS] == 1:
+        if parallel is None or _pool.threads == 1 or args[TASKS] == 1 or _pool.owner != threading.get_ident():
             self.of.serial(self._address)
         else:
             parallel(self.of.address, self._address, _pool.threads, 0)
