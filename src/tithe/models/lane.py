@@ -42,8 +42,8 @@ class Ticker(Protocol):
 class Lane:
     """Start with `start`, end with `close`. `call` from the lane's own thread runs at once.
 
-    `threads` is what it computes with (`quant.set_threads`, called in the lane); the thread that starts it and all later
-    ones stay at one. None leaves torch's setting alone.
+    `threads` is what it computes with (`quant.set_threads`, called in the lane); the thread that starts it, and those
+    that first compute later, stay at one. None leaves torch's setting alone.
     """
 
     def __init__(self, name: str = "tithe-lane", threads: int | None = None) -> None:
