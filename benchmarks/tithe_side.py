@@ -167,7 +167,7 @@ class Bench:
 
     def _rollout(self, sample: int, completion: Completion) -> Rollout:
         """A reward that varies inside every group, as on the peer's side: no side may skip a group."""
-        text = self.session.base.renderer.decode(completion.token_ids)
+        text = self.session.base.renderer.decode(completion.token_ids.tolist())
         return Rollout(
             sample=sample,
             token_ids=completion.token_ids,
