@@ -1,6 +1,7 @@
 """The frozen base in memory and everything that computes on it: loading, forward, heads, training passes, pages,
 the lane."""
 
+from tithe.models.adamw import AdamW
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
 from tithe.models.expert_adapter import share_outer, split_experts, stack_experts
@@ -24,6 +25,7 @@ __all__ = [
     "ALONE",
     "CHUNK_ROWS",
     "PAGE",
+    "AdamW",
     "AdapterGradients",
     "Agreed",
     "Capacity",

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from tithe.errors import NonFiniteError
 from tithe.lora import LoraSpec
-from tithe.models import AdapterGradients, Decoder, Passes, TrainAdapter, new_value_head, split_experts, stack_experts
+from tithe.models import (
+    AdamW,
+    AdapterGradients,
+    Decoder,
+    Passes,
+    TrainAdapter,
+    new_value_head,
+    split_experts,
+    stack_experts,
+)
 from tithe.models.value_head import BIAS, WEIGHT
 from tithe.packing import MicroBatch
 from tithe.scorers.decoder_scorer import DecoderScorer
@@ -31,9 +40,7 @@ class PreferenceSettings:
     `micro_batch_tokens` bounds the rows of a micro-batch (a pair stays whole), and with them the peak of memory."""
 
     rate: Callable[[int], float]
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     centre: float = 0.0
@@ -66,15 +73,12 @@ class PreferenceTrainer:
         adapter = dict(sorted(stack_experts(tensors).items()))
         self._names = list(adapter)
         named = adapter | new_value_head(decoder.spec.hidden_size)
-        self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in named.items()}
+        self._masters = {name: t.detach().float().clone() for name, t in named.items()}
         self._adapter = TrainAdapter.build(decoder, self._adapter_masters(), spec)
         self._passes = Passes(
             decoder, self._adapter.widths(), checkpointing=settings.activation_checkpointing, dropout=0.0
         )
-        betas = (settings.beta1, settings.beta2)
-        self._adamw = torch.optim.AdamW(
-            list(self._masters.values()), betas=betas, eps=settings.eps, weight_decay=settings.weight_decay
-        )
+        self._adamw = AdamW(self._masters, betas=settings.betas, weight_decay=settings.weight_decay)
         self.steps, self._skipped = 0, 0
 
     def _adapter_masters(self) -> dict[str, Tensor]:
@@ -136,12 +140,7 @@ class PreferenceTrainer:
 
     def _apply(self, grads: Mapping[str, Tensor], norm: float) -> None:
         scale = min(1.0, self._settings.max_grad_norm / (norm + 1e-6))
-        for name, grad in grads.items():
-            self._masters[name].grad = grad.mul_(scale)
-        for group in self._adamw.param_groups:
-            group["lr"] = self._settings.rate(self.steps)
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self._adamw.step({name: grad.mul_(scale) for name, grad in grads.items()}, self._settings.rate(self.steps))
         self._passes.forget(self._adapter)
         self._adapter = TrainAdapter.build(self._passes.decoder, self._adapter_masters(), self.spec)
 

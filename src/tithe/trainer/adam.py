@@ -1,4 +1,4 @@
-"""AdamW on float32 masters, the same step for adapters and whole models: clipping, schedule, what a resume needs."""
+"""Optimizer steps on float32 masters, of adapters and whole models: clipping, schedule, what a resume needs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch import Tensor
 
 from tithe.errors import ResumeError
 from tithe.losses import LossMetrics, LossOutput, summarize
+from tithe.models import AdamW
 from tithe.trainer.full_shard import copy_whole, whole
 from tithe.trainer.settings import TrainerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every master, float32 in the master's shape."""
-
-EPS = 1e-8
-"""Added to the root of the second moment, as in Adam's paper (arXiv 1412.6980)."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,7 @@ class Adam:
 
     def __init__(self, masters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
         self._masters, self.settings = dict(masters), settings
-        self._adamw = torch.optim.AdamW(
-            list(self._masters.values()),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=EPS,
-            weight_decay=settings.weight_decay,
-            foreach=False,  # one tensor at a time: no temporary copies of all moments at once
-        )
+        self._adamw = AdamW(self._masters, betas=settings.betas, weight_decay=settings.weight_decay)
         self.steps = 0
         """Batches given to `step`, skipped ones included: the place in the schedule."""
 
@@ -91,12 +82,7 @@ class Adam:
         rate = s.rate(self.steps)
         if finite and loss is not None:
             scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
-            for name, grad in grads.items():
-                self._masters[name].grad = grad.mul_(scale)
-            for group in self._adamw.param_groups:
-                group["lr"] = rate
-            self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+            self._adamw.step({name: grad.mul_(scale) for name, grad in grads.items()}, rate)
         self.steps += 1
         return Applied(norm, rate, finite)
 
@@ -109,14 +95,13 @@ class Adam:
 
     def each_tensor(self) -> Iterator[tuple[str, Tensor]]:
         """`state_tensors`, one after the other: of sharded masters each is put together when it is asked for."""
-        for name, master in self._masters.items():
-            for key in MOMENTS if master in self._adamw.state else ():
-                yield f"optimizer/{key}/{name}", whole(self._adamw.state[master][key].detach())
+        for name, moments in self._adamw.moments.items():
+            for key, moment in zip(MOMENTS, moments, strict=True):
+                yield f"optimizer/{key}/{name}", whole(moment)
 
     def state(self) -> dict[str, int]:
         """The numbers that go with `state_tensors`."""
-        steps = [int(self._adamw.state[m]["step"]) for m in self._masters.values() if m in self._adamw.state]
-        return {"optimizer_step": self.steps, "adam_step": max(steps, default=0)}
+        return {"optimizer_step": self.steps, "adam_step": self._adamw.steps}
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, int]) -> None:
         """Take back (copies of) what `state_tensors` and `state` gave, bit for bit, on any number of ranks. Raises
@@ -126,10 +111,10 @@ class Adam:
         wrong = sorted(name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape)
         if wrong:
             raise ResumeError(f"the checkpoint lacks optimizer state: {', '.join(wrong[:4])}")
-        self._adamw.state.clear()
+        self._adamw.moments.clear()
         for name, master in self._masters.items() if keys else ():
-            own = {key: torch.zeros_like(master) for key in keys}
-            for key, moment in own.items():
+            self._adamw.moments[name] = torch.zeros_like(master), torch.zeros_like(master)
+            for key, moment in zip(MOMENTS, self._adamw.moments[name], strict=True):
                 copy_whole(moment, tensors[f"optimizer/{key}/{name}"])
-            self._adamw.state[master] = {"step": torch.tensor(float(state["adam_step"])), **own}
+        self._adamw.steps = state["adam_step"]
         self.steps = state["optimizer_step"]

@@ -63,7 +63,7 @@ class Critic:
         named = dict(sorted(stack_experts(tensors).items()))
         self._adapter_names = list(named)
         named |= new_value_head(passes.decoder.spec.hidden_size)
-        self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in named.items()}
+        self._masters = {name: t.detach().float().clone() for name, t in named.items()}
         self._adam = Adam(self._masters, settings)
         self._adapter = self._build()
         self._gradients: AdapterGradients | None = None

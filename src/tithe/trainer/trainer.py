@@ -49,7 +49,7 @@ class Trainer:
         None: the bare base, or with `reference_every` a copy of the policy."""
         self.decoder, self.spec, self.settings, self.ranks = decoder, spec, settings, ranks
         together = sorted(stack_experts(tensors).items())
-        self._masters = {name: t.detach().float().clone().requires_grad_() for name, t in together}
+        self._masters = {name: t.detach().float().clone() for name, t in together}
         self._adam = Adam(self._masters, settings)
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
         self._gradients: AdapterGradients | None = None
