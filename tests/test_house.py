@@ -120,9 +120,9 @@ def test_every_test_asserts_something():
     assert silent == []
 
 
-def loaded_after(statement: str) -> set[str]:
+def loaded_after(statement: str, packages: tuple[str, ...] = HEAVY) -> set[str]:
     """The heavy packages that a fresh interpreter has loaded after `statement`."""
-    code = f"import sys\n{statement}\nprint('loaded:', *(m for m in {HEAVY!r} if m in sys.modules))"
+    code = f"import sys\n{statement}\nprint('loaded:', *(m for m in {packages!r} if m in sys.modules))"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT / "src")}
     )
@@ -132,6 +132,17 @@ def loaded_after(statement: str) -> set[str]:
 @pytest.mark.parametrize("room", TORCH_FREE)
 def test_a_light_room_is_imported_without_torch(room):
     assert loaded_after(f"import tithe.{room}") == set()
+
+
+def test_a_run_needs_no_part_of_torchs_compiler():
+    """Each costs 100 MB or more and seconds of every process that trains."""
+    statement = """
+import torch, tithe.build
+from tithe.models import AdamW
+AdamW({"a": torch.ones(2)}, betas=(0.9, 0.95), weight_decay=0.1).step({"a": torch.ones(2)}, 0.1)
+"""
+    packages = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "transformers")
+    assert loaded_after(statement, packages) == set()
 
 
 def test_help_is_printed_without_torch():
