@@ -7,7 +7,7 @@ than 500 MB of packed base. An adapter on attention samples, trains and publishe
     python -m benchmarks.kimi_shaped --json
 
 What is measured is the high-water mark of resident memory in each phase, less the size after all imports; what is
-predicted are the items of `predict`. Weights are random and the same for every expert: bytes alone are looked at.
+predicted by `tithe.planner.cpu`. Weights are random and the same for every expert: bytes alone are looked at.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.output import commit, emit
 from benchmarks.peer_env import ROOT, say
-
-if TYPE_CHECKING:
-    from tithe.arch import ArchSpec, Base, TensorFamily
 
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
@@ -53,10 +50,6 @@ R = 32
 TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MICRO_BATCH_TOKENS = 512
 LIVE_VERSIONS = 2
-CHUNK_ROWS = 192
-"""Rows of logits at once, `tithe.models.head.CHUNK_ROWS`."""
-PAGE, PANEL, WINDOW = 16, 48, 8192
-"""Positions of a page, rows of a panel, pairs of a row and an expert computed at a time (`tithe.models`)."""
 PREFILL_TOKENS = 256
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 48, 32
 SAMPLES = 8
@@ -65,7 +58,7 @@ SAMPLES = 8
 def build(directory: Path) -> None:
     """Write the checkpoint."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from support.checkpoints_packed import build_large
+    from support.checkpoints_packed import build_large  # pyright: ignore[reportMissingImports] - tests/ is on the path now
 
     build_large(directory, "deepseek_v3", "int4-experts", **SIZES)
 
@@ -156,111 +149,30 @@ def _forget_peak() -> None:
 
 
 def predict(model: Path) -> dict[str, int]:
-    """Bytes by item at the peak, which is in training: what always stays, and one micro-batch's backward.
-
-    The base is `tithe.arch`'s account (the loader's own) with rows padded to panels, the adapter's size the planner's;
-    the rest is counted from the shapes as `tithe.models` and `tithe.trainer` make their buffers.
-    """
+    """Bytes by layer at the peak beyond imports, by `tithe.planner.cpu`."""
     from tithe.arch import checkpoint_base, read_checkpoint
-    from tithe.planner.adapter import adapter_size
-    from tithe.planner.cpu import PROCESS_BYTES
+    from tithe.planner.cpu import IMPORT_BYTES, cpu_side
+    from tithe.planner.cpu_run import CpuRun
 
     checkpoint = read_checkpoint(model)
-    spec = checkpoint.spec
-    parameters = adapter_size(spec, R, TARGETS, "per_expert").total
-    rows = PROMPT_TOKENS + SAMPLES * (NEW_TOKENS - 1)  # one group fills a micro-batch
-    assert rows <= MICRO_BATCH_TOKENS < 2 * rows
-    return {
-        "base": padded_bytes(spec, checkpoint_base(checkpoint)),
-        "masters": 4 * parameters,
-        "optimizer": 8 * parameters,
-        "gradients": 4 * parameters,
-        "adapters": (LIVE_VERSIONS - 1) * 2 * parameters + 4 * parameters,  # in the engine; the trainer's, both ways
-        "engine": forward_bytes(spec, SAMPLES * PROMPTS + PREFILL_TOKENS),
-        "kv_cache": kv_bytes(spec),
-        "activations": forward_bytes(spec, rows) + backward_bytes(spec, rows),
-        "logits": 4 * spec.vocab_size * (SAMPLES * PROMPTS + CHUNK_ROWS) + 2 * spec.vocab_size * CHUNK_ROWS,
-        "process": PROCESS_BYTES,
-    }
-
-
-def padded_bytes(spec: ArchSpec, base: Base) -> int:
-    """The base in memory: matrices in panels of 48 rows (gate and up of an expert are one), vectors in float32."""
-    from tithe.arch import tensor_families
-
-    total = 0
-    for family in tensor_families(spec):
-        copies = (len(family.layers) or 1) * max(1, family.n_experts)
-        if len(family.one_expert) == 1:
-            total += copies * 4 * family.one_expert[0]
-            continue
-        out, width = family.one_expert
-        joined = 2 if family.name.endswith(("gate_proj.weight", "up_proj.weight")) else 1
-        padded = -(-joined * out // PANEL) * PANEL / joined
-        whole = base.format_of(family.member(*_first(family))).n_bytes((out, width))
-        total += round(copies * whole * padded / out)
-    return total
-
-
-def _first(family: TensorFamily) -> tuple[int | None, int | None]:
-    return family.layers[0] if family.layers else None, 0 if family.is_per_expert else None
-
-
-def kv_bytes(spec: ArchSpec) -> int:
-    """Pages of 16 positions: those of the running sequences, and of one micro-batch."""
-    from tithe.arch import kv_bytes_per_token
-
-    own = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE) - PROMPT_TOKENS // PAGE
-    group = -(-PROMPT_TOKENS // PAGE) + SAMPLES * own
-    return (PROMPTS + 1) * group * PAGE * kv_bytes_per_token(spec, 2)
-
-
-def forward_bytes(spec: ArchSpec, rows: int) -> int:
-    """Buffers of a forward plan for so many rows: the stream, latent attention by head, a window of pairs."""
-    latent = spec.latent
-    assert latent is not None
-    h, i, heads, down = spec.hidden_size, spec.intermediate_size, spec.n_heads, _down(spec)
-    row = 4 * h + 2 * h + 4 * down + 2 * heads * latent.v_head_dim + 8 * i + 2 * i
-    row += 2 * (latent.q_lora_rank or 0) + 4 * heads * latent.qk_head_dim + 4 * spec.n_experts
-    row += heads * _by_head(spec) + heads * 4 * latent.v_head_dim
-    w = spec.moe_intermediate_size
-    pair = 2 * h + 8 * w + 2 * w + 4 * h
-    return rows * row + min(WINDOW, rows * spec.n_experts_per_token) * pair
-
-
-def backward_bytes(spec: ArchSpec, rows: int) -> int:
-    """What a pass with recomputation keeps, one layer's copies and gradients, and the scored targets."""
-    latent = spec.latent
-    assert latent is not None
-    h, i, heads, w = spec.hidden_size, spec.intermediate_size, spec.n_heads, spec.moe_intermediate_size
-    kept = (
-        spec.n_layers * 4 * h + 4 * h + 4 * i + heads * _by_head(spec) + 4 * _down(spec) + 2 * heads * latent.v_head_dim
+    run = CpuRun(
+        spec=checkpoint.spec,
+        base=checkpoint_base(checkpoint),
+        prompt=PROMPT_TOKENS,
+        new=NEW_TOKENS,
+        rollouts=SAMPLES * PROMPTS,
+        samples=SAMPLES,
+        lora_r=R,
+        lora_targets=TARGETS,
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        recompute=True,
+        max_context=512,
+        max_running=SAMPLES * PROMPTS,
+        prefill_tokens=PREFILL_TOKENS,
+        live_versions=LIVE_VERSIONS - 1,
     )
-    scores = heads * (4 * _cached(spec) + 6 * latent.kv_lora_rank + 2 * latent.v_head_dim + 4 * latent.qk_nope_head_dim)
-    moving = max(6 * i + 4 * i, scores) + 3 * 4 * h
-    pairs = min(WINDOW, rows * spec.n_experts_per_token) * (2 * h + 4 * w + 4 * w)
-    longest = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE) * PAGE
-    pages = (SAMPLES + 1) * longest * _cached(spec) * 4
-    expanded = 2 * h * 2 * i + 2 * rows * 2 * i  # the widest linear turned, and its input in panels
-    targets = SAMPLES * NEW_TOKENS * h * (4 + 2 + 4 + 2)
-    return rows * (kept + moving) + pairs + pages + expanded + targets
-
-
-def _down(spec: ArchSpec) -> int:
-    """Columns of the projections into both bottlenecks."""
-    assert spec.latent is not None
-    return (spec.latent.q_lora_rank or 0) + _cached(spec)
-
-
-def _cached(spec: ArchSpec) -> int:
-    assert spec.latent is not None
-    return spec.latent.cached_per_token
-
-
-def _by_head(spec: ArchSpec) -> int:
-    """Bytes of a head and row: the query before and after it is absorbed, and what was mixed."""
-    assert spec.latent is not None
-    return 2 * spec.latent.qk_nope_head_dim + 4 * _cached(spec) + 2 * spec.latent.kv_lora_rank
+    by_layer = {name: n_bytes for name, n_bytes in cpu_side(run).by_layer.items() if n_bytes}
+    return by_layer | {"runtime": by_layer["runtime"] - IMPORT_BYTES}
 
 
 def main() -> None:

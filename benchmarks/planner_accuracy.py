@@ -33,6 +33,9 @@ from tithe.planner.step import plan_step
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("published_runs.json")
+PAGE = ROOT / "docs" / "planner-accuracy.md"
+OWN_RUNS = "## Memory of this project's own runs"
+"""Where the part begins that `benchmarks.plan_vs_measured --write` writes."""
 EVERY = 3
 
 MODELS = {
@@ -454,7 +457,8 @@ def main() -> None:
     if arguments.fit:
         print({name: float(f"{value:.3g}") for name, value in asdict(factors).items()})
     if arguments.write:
-        (ROOT / "docs" / "planner-accuracy.md").write_text(page(scored, rows))
+        before = PAGE.read_text()
+        PAGE.write_text(page(scored, rows) + before[before.index(OWN_RUNS) :])
     print(json.dumps(summary(scored)) if arguments.json else page(scored, rows).split("Not usable")[0])
 
 

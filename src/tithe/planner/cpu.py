@@ -29,6 +29,7 @@ from tithe.planner.cpu_weights import (
     base_bytes,
     forward_adapter_bytes,
     gradient_bytes,
+    published_numbers,
 )
 from tithe.planner.layers import Layer, Side, finish
 from tithe.planner.request import PlanRequest
@@ -160,4 +161,4 @@ def stepping_bytes(run: CpuRun) -> dict[str, int]:
 
 def publishing_bytes(run: CpuRun) -> dict[str, int]:
     """The published file's tensors in memory, read again by the engine, and one version more."""
-    return {"buffers": 8 * adapter_numbers(run), "adapters": forward_adapter_bytes(run)}
+    return {"buffers": 8 * published_numbers(run), "adapters": forward_adapter_bytes(run)}

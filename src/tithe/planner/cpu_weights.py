@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -55,6 +56,12 @@ def _matrix_bytes(stored: StoredFormat, shape: tuple[int, int], number_bytes: in
 def adapter_numbers(run: CpuRun) -> int:
     """Trainable parameters."""
     return sum(site.numbers(run.lora_r) for site in run.sites)
+
+
+def published_numbers(run: CpuRun) -> int:
+    """Of a version's file, where what experts share is written for each of them."""
+    repeated = (replace(site, shares_a=False, shares_b=False) for site in run.sites)
+    return sum(site.numbers(run.lora_r) for site in repeated)
 
 
 def gradient_bytes(run: CpuRun) -> int:

@@ -11,7 +11,13 @@ from tithe.errors import ConfigError
 from tithe.planner.command import plan
 from tithe.planner.cpu import cpu_side
 from tithe.planner.cpu_run import CpuRun, Micro
-from tithe.planner.cpu_weights import backward_adapter_bytes, base_bytes, forward_adapter_bytes
+from tithe.planner.cpu_weights import (
+    adapter_numbers,
+    backward_adapter_bytes,
+    base_bytes,
+    forward_adapter_bytes,
+    published_numbers,
+)
 
 CONFIG = known_config("smollm2-135m")
 SPEC = ArchSpec.from_config(CONFIG)
@@ -40,6 +46,15 @@ def test_an_adapter_in_panels():
     a, b = 48 * 576, 576 * 4  # A's four rows take a panel of 48
     assert forward_adapter_bytes(run) == 30 * 2 * (a + b)
     assert backward_adapter_bytes(run) == 30 * 2 * (a + b) + 30 * 2 * (576 * 4 + 48 * 576)
+
+
+def test_what_experts_share_is_published_for_each_of_them():
+    config = known_config("qwen3-30b-a3b")
+    run = CpuRun(ArchSpec.from_config(config), published_base(config), 40, 64, lora_targets=("experts",), lora_r=2)
+    shared = replace(run, lora_experts="shared_outer")
+    each, outer = 2 * 128 * 48 * 3 * (2048 + 768), 2 * 48 * 3 * (2048 + 128 * 768)
+    assert (adapter_numbers(run), published_numbers(run)) == (each, each)
+    assert (adapter_numbers(shared), published_numbers(shared)) == (outer, each)
 
 
 def test_recomputation_keeps_the_stream_alone():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tithe.arch import account
+from tithe.arch import Shard, account, iter_held
 from tithe.errors import ConfigError
 from tithe.planner.answers import fewest_gpus, longest_context, most_sequences, smallest_change, suggestions
 from tithe.planner.layers import LAYERS
 from tithe.planner.memory import offload_advice, offloads
 from tithe.planner.plans import plan_memory
-from tithe.planner.request import make_request
+from tithe.planner.request import PlanRequest, make_request
 
 MODELS = (
     "smollm2-135m",
@@ -46,25 +47,27 @@ REQUESTS = st.builds(
 GPUS = st.integers(2, 200)
 
 
-def build(options, gpus=8, **more):
+def build(options: dict[str, Any], gpus: int = 8, **more: Any):
     options = options | more
     return make_request(options.pop("model"), f"{gpus}xB200", **options)
 
 
-def total(request) -> int:
+def total(request: PlanRequest) -> int:
     return plan_memory(request).fullest.total_bytes
 
 
 @settings(max_examples=60, deadline=None)
 @given(REQUESTS, GPUS, GPUS)
-def test_more_gpus_never_need_more_memory_per_gpu(options, few, more):
+def test_more_gpus_never_need_more_memory_per_gpu(options: dict[str, Any], few: int, more: int):
     few, more = sorted((few, more))
     assert total(build(options, more)) <= total(build(options, few))
 
 
 @settings(max_examples=40, deadline=None)
 @given(REQUESTS, GPUS, st.sampled_from(["lora_r", "context", "sequences", "batch"]), st.integers(1, 500))
-def test_memory_never_falls_with_rank_length_sequences_or_batch(options, gpus, name, added):
+def test_memory_never_falls_with_rank_length_sequences_or_batch(
+    options: dict[str, Any], gpus: int, name: str, added: int
+):
     bigger = options | {name: options[name] + added}
     before, after = build(options, gpus), build(bigger, gpus)
     assert total(before) <= total(after)
@@ -74,7 +77,7 @@ def test_memory_never_falls_with_rank_length_sequences_or_batch(options, gpus, n
 
 @settings(max_examples=40, deadline=None)
 @given(REQUESTS, GPUS)
-def test_layers_add_up_to_the_total_exactly(options, gpus):
+def test_layers_add_up_to_the_total_exactly(options: dict[str, Any], gpus: int):
     plan = plan_memory(build(options, gpus))
     for side in plan.sides:
         assert tuple(side.by_layer) == LAYERS
@@ -86,10 +89,17 @@ def test_layers_add_up_to_the_total_exactly(options, gpus):
 
 @pytest.mark.parametrize("model", ["kimi-k2", "gpt-oss-120b", "llama-3.1-8b"])
 @pytest.mark.parametrize("gpus", [1, 3, 8])
-def test_the_base_is_the_loaders_account_of_the_fullest_rank(model, gpus):
+def test_the_base_is_the_loaders_account_of_the_fullest_rank(model: str, gpus: int):
     request = make_request(model, f"{gpus}xB200", base="int4", attention="dp")
     ranks = account(request.spec, request.base, gpus).ranks
     assert plan_memory(request).fullest.by_layer["base"] == max(rank.total.n_bytes for rank in ranks)
+
+
+@pytest.mark.parametrize("model", ["kimi-k2", "deepseek-v3", "qwen3-235b-a22b", "glm-4.5", "gpt-oss-120b"])
+def test_eight_ranks_hold_what_the_loader_gives_them_tensor_by_tensor(model: str):
+    request = make_request(model, "8xB200", attention="dp")
+    held = iter_held(request.spec, request.base, Shard(0, 8))
+    assert plan_memory(request).fullest.by_layer["base"] == sum(one.n_bytes for one in held)
 
 
 def test_a_reference_on_the_shared_base_is_free_and_a_second_copy_is_not():
@@ -162,7 +172,7 @@ def test_suggestions_are_ranked_by_bytes_and_the_smallest_that_fits_is_named():
         ({"base": "int3"}, "base"),
     ],
 )
-def test_a_wrong_option_is_named(options, key):
+def test_a_wrong_option_is_named(options: dict[str, Any], key: str):
     with pytest.raises(ConfigError) as caught:
         make_request("llama-3.1-8b", "8xH100", **options)
     assert caught.value.key == key
