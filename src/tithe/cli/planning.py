@@ -45,7 +45,6 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add both commands with `add(name, text, dry_run=False)`."""
     plan = add("plan", "say what fits, how long a step takes and what it costs, before a GPU is rented", dry_run=False)
     plan.add_argument("model", metavar="MODEL", help="known name, config.json, checkpoint directory or GGUF file")
-    plan.add_argument("--html", default="", metavar="FILE", help="also write one page with charts")
     plan.add_argument("--calibrate", default="", metavar="RUN_DIR", help="take lengths, times and rates of a run")
     plan.add_argument("--tok-per-s", type=float, default=0.0, metavar="X", help="a measured rate of sampling")
     compare = add("compare", "compare an adapter on one low-bit base with training every parameter", dry_run=False)
@@ -55,6 +54,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     compare.add_argument("--markdown", action="store_true", help="one row a model, as in README.md")
     compare.epilog = "Defaults of compare: --base int4 --lora-targets attention, the smallest plan A."
     for command in (plan, compare):
+        command.add_argument("--html", default="", metavar="FILE", help="also write one page with charts")
         command.add_argument("--hardware", default="8xB200", metavar="HARDWARE", help="such as 8xB200 (the default)")
         _options(command)
     compare.set_defaults(base="int4", lora_targets="attention")
@@ -84,7 +84,13 @@ def compare(args: argparse.Namespace) -> Mapping[str, object]:
     from tithe.planner.command import compare as compare_models
 
     return compare_models(
-        args.models, args.hardware, args.against, as_markdown=args.markdown, with_fewest=args.fewest, **_given(args)
+        args.models,
+        args.hardware,
+        args.against,
+        html=args.html,
+        as_markdown=args.markdown,
+        with_fewest=args.fewest,
+        **_given(args),
     )
 
 

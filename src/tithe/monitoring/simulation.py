@@ -10,7 +10,8 @@ from tithe.monitoring._chart import Scale, Series, line_chart, stacked_chart
 from tithe.monitoring._page import page, paragraph, section, table
 from tithe.simulator import Answer, Outcome, throughput
 
-_WIDTH, _ROW, _LEFT, _RIGHT, _BOTTOM = 1000, 34, 90, 12, 26
+_WIDTH, _HEIGHT = 1000, 24
+"""Of a lane; the width is stretched to the page's."""
 _SHOWN_BATCHES = 6
 _MAX_SPANS = 4000
 _SHADES = {"sample": "s1", "train": "s2", "publish": "s3"}
@@ -22,10 +23,10 @@ def simulation_page(answer: Answer) -> str:
     tiles = Markup("").join(
         Markup("<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>").format(*tile)
         for tile in (
-            ("Step", f"{outcome.step_s:.3g} s", "from one trained batch to the next"),
-            ("Against synchronous", f"{answer.speed_over_sync:.2f} ×", "trained rollouts per second"),
+            ("Step", f"{outcome.step_s:.3g} s", "between two batches"),
+            ("Against synchronous", f"{answer.speed_over_sync:.2f} ×", "rollouts per second"),
             ("Lanes idle", f"{outcome.idle_frac():.0%}", f"synchronous: {answer.sync.idle_frac():.0%}"),
-            ("Sample age", f"{outcome.age_mean:.2f}", "batches, mean over trained groups"),
+            ("Sample age", f"{outcome.age_mean:.2f}", "batches, mean"),
         )
     )
     head = Markup(
@@ -47,7 +48,8 @@ def _time_section(answer: Answer) -> Markup:
     lines = [_timeline("Lanes at work", answer.outcome)]
     if answer.outcome is not answer.sync:
         lines.append(_timeline("Lanes at work, synchronous", answer.sync))
-    return section("time", "Where the time goes", *lines, Markup('<div class="charts">{}</div>').format(_join(charts)))
+    wide = Markup('<div class="charts" style="grid-template-columns:1fr">{}</div>').format(_join(lines))
+    return section("time", "Where the time goes", wide, Markup('<div class="charts">{}</div>').format(_join(charts)))
 
 
 def _step_chart(title: str, outcome: Outcome) -> Markup:
@@ -135,23 +137,23 @@ def _timeline(title: str, outcome: Outcome) -> Markup:
     if end_s <= begin_s:
         begin_s, end_s = 0.0, outcome.span_s
     spans = [s for s in outcome.ledger.spans if s.end_s > begin_s and s.begin_s < end_s][:_MAX_SPANS]
-    height = _ROW * len(outcome.lanes) + _BOTTOM
-    scale = (_WIDTH - _LEFT - _RIGHT) / (end_s - begin_s)
-    shapes: list[Markup] = []
-    for number, lane in enumerate(outcome.lanes):
-        top = number * _ROW + 4
-        shapes.append(Markup('<text class="tick end" x="{}" y="{}">{}</text>').format(_LEFT - 8, top + 17, lane))
+    scale = _WIDTH / (end_s - begin_s)
+    lanes: list[Markup] = []
+    for lane in outcome.lanes:
+        shapes: list[Markup] = []
         for span in (span for span in spans if span.lane == lane):
             left, right = max(span.begin_s, begin_s), min(span.end_s, end_s)
             shapes.append(
-                Markup('<rect class="area {}" x="{:.2f}" y="{}" width="{:.2f}" height="{}"/>').format(
-                    _SHADES[span.kind], _LEFT + scale * (left - begin_s), top, scale * (right - left), _ROW - 10
+                Markup('<rect class="area {}" x="{:.2f}" width="{:.2f}" height="{}"/>').format(
+                    _SHADES[span.kind], scale * (left - begin_s), scale * (right - left), _HEIGHT
                 )
             )
-    axis = Markup(
-        '<line class="base" x1="{0}" x2="{1}" y1="{2}" y2="{2}"/><text class="tick" x="{0}" y="{3}">{4:.4g} s</text>'
-        '<text class="tick end" x="{1}" y="{3}">{5:.4g} s</text>'
-    ).format(_LEFT, _WIDTH - _RIGHT, height - _BOTTOM, height - 8, begin_s, end_s)
+        lanes.append(
+            Markup(
+                '<p class="note">{}</p><svg viewBox="0 0 {} {}" width="100%" height="{}" preserveAspectRatio="none" '
+                'role="img" aria-label="{}">{}</svg>'
+            ).format(lane, _WIDTH, _HEIGHT, _HEIGHT, f"{title}, {lane}, batches {first + 1} to {last}", _join(shapes))
+        )
     keys = _join(
         [
             Markup(
@@ -162,9 +164,9 @@ def _timeline(title: str, outcome: Outcome) -> Markup:
         ]
     )
     return Markup(
-        '<figure><figcaption><span class="name">{}</span></figcaption><ul class="legend">{}</ul>'
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}{}</svg></figure>'
-    ).format(title, keys, _WIDTH, height, f"{title}, batches {first + 1} to {last}", _join(shapes), axis)
+        '<figure><figcaption><span class="name">{}</span><span class="now">{:.4g} to {:.4g} s</span></figcaption>'
+        '<ul class="legend">{}</ul><div class="chart">{}</div></figure>'
+    ).format(title, begin_s, end_s, keys, _join(lanes))
 
 
 def _join(parts: Sequence[Markup]) -> Markup:

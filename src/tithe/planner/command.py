@@ -11,7 +11,7 @@ from tithe.planner import compare as comparing
 from tithe.planner.answer import as_json, as_text, make_plan
 from tithe.planner.calibrate import calibrated, read_run
 from tithe.planner.factors import DEFAULTS
-from tithe.planner.page import render
+from tithe.planner.page import render, render_comparison
 from tithe.planner.request import make_request
 
 
@@ -40,6 +40,7 @@ def compare(
     hardware: str,
     against: str = "",
     *,
+    html: str = "",
     as_markdown: bool = False,
     with_fewest: bool = False,
     **options: Any,
@@ -49,6 +50,10 @@ def compare(
         raise ConfigError("give one model, or --markdown for a table of several", key="markdown")
     options = _with_context(options)
     answers = [comparing.compare(model, hardware, against, with_fewest=with_fewest, **options) for model in models]
+    if html and as_markdown:
+        raise ConfigError("--html is a page about one model; leave --markdown out", key="html")
+    if html:
+        _write(Path(html), render_comparison(answers[0], comparing.rows(answers[0])))
     if as_markdown:
         return {"rows": answers, "text": comparing.markdown(answers)}
     return answers[0] | {"text": comparing.as_text(answers[0])}

@@ -17,6 +17,7 @@ from tithe.errors import ConfigError
 from tithe.planner.answer import Plan, as_json, make_plan
 from tithe.planner.answers import fewest_gpus
 from tithe.planner.hardware import Hardware
+from tithe.planner.page import ratios
 from tithe.planner.request import PlanRequest, make_request
 
 GPU_HOURS_PER_FAILURE: Final = 16_384 * 54 * 24 / 419
@@ -141,11 +142,9 @@ def as_text(answer: dict[str, Any]) -> str:
     return "\n".join(_lines(answer))
 
 
-def _lines(answer: dict[str, Any]) -> Iterator[str]:
+def rows(answer: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(what, A's, B's) for people."""
     a, b = answer["a"], answer["b"]
-    yield f"{answer['model']}: A adapter on one low-bit base, B every parameter"
-    yield ""
-    yield f"{'':<28}{'A':>22}{'B':>22}"
     for label, key, scale, unit in (
         ("hardware", "hardware", 0, ""),
         ("base", "base", 0, ""),
@@ -161,12 +160,16 @@ def _lines(answer: dict[str, Any]) -> Iterator[str]:
         ("hours between failures", "mean_hours_between_failures", 1, " h"),
         ("failures in the run", "failures_expected_in_run", 1, ""),
     ):
-        yield f"{label:<28}{_cell(a[key], scale, unit):>22}{_cell(b[key], scale, unit):>22}"
+        yield label, _cell(a[key], scale, unit), _cell(b[key], scale, unit)
+
+
+def _lines(answer: dict[str, Any]) -> Iterator[str]:
+    yield f"{answer['model']}: A adapter on one low-bit base, B every parameter"
     yield ""
-    yield (
-        f"B takes {answer['gpus_ratio']:.1f} times the GPUs and {answer['total_hbm_ratio']:.1f} times the HBM: "
-        f"the tenth {'holds' if answer['claim_holds'] else 'does not hold'} here"
-    )
+    yield f"{'':<28}{'A':>22}{'B':>22}"
+    yield from (f"{label:<28}{first:>22}{second:>22}" for label, first, second in rows(answer))
+    yield ""
+    yield ratios(answer)
     yield f"recommended: {answer['recommendation']}"
     yield from (f"  - {one}" for one in answer["conditions"])
     yield ""
@@ -184,15 +187,15 @@ def _cell(value: Any, scale: float, unit: str) -> str:
 
 def markdown(answers: list[dict[str, Any]]) -> str:
     """README's table: one row a model, GPU count and total HBM of both, and where the tenth does not hold."""
-    rows = [
+    lines = [
         "| model | A: GPUs | A: HBM | B: GPUs | B: HBM | GPUs B ÷ A | HBM B ÷ A | a tenth |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for one in answers:
         a, b = one["a"], one["b"]
-        rows.append(
+        lines.append(
             f"| {one['model']} | {a['hardware']} {a['base']} | {a['total_hbm_bytes'] / 1e12:.2f} TB | {b['hardware']} "
             f"| {b['total_hbm_bytes'] / 1e12:.2f} TB | {one['gpus_ratio']:.1f} | {one['total_hbm_ratio']:.1f} "
             f"| {'yes' if one['claim_holds'] else 'no'} |"
         )
-    return "\n".join(rows)
+    return "\n".join(lines)

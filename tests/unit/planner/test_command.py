@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tithe.cli.main import main
+from tithe.errors import ConfigError
 from tithe.planner.command import compare, plan
 from tithe.planner.hardware import accelerators
 
@@ -50,7 +52,7 @@ def answer():
     return json.loads(run.stdout)
 
 
-def test_the_example_has_every_documented_key(answer):
+def test_the_example_has_every_documented_key(answer: dict[str, Any]):
     assert set(KEYS) <= answer.keys()
     assert set(answer["step_seconds"]) == {"sample", "reward", "update", "sync", "idle"}
     assert answer["total_params"] == 1_026_408_232_448
@@ -61,7 +63,7 @@ def test_the_example_has_every_documented_key(answer):
     assert answer["assumptions"]
 
 
-def test_bytes_and_seconds_add_up(answer):
+def test_bytes_and_seconds_add_up(answer: dict[str, Any]):
     assert sum(answer["per_gpu_bytes"].values()) == answer["per_gpu_total_bytes"]
     assert sum(answer["host_bytes_by_part"].values()) == answer["host_bytes"]
     assert sum(answer["step_seconds"].values()) == pytest.approx(answer["step_total_seconds"])
@@ -69,19 +71,19 @@ def test_bytes_and_seconds_add_up(answer):
     assert sum(answer["usd_per_step_by_part"].values()) == pytest.approx(answer["usd_per_step"])
 
 
-def test_every_layer_and_factor_has_its_source(answer):
+def test_every_layer_and_factor_has_its_source(answer: dict[str, Any]):
     assert all(one["formula"] for one in answer["formulas"].values())
     used = [name for name, n_bytes in answer["per_gpu_bytes"].items() if n_bytes]
     assert all(answer["formulas"][name]["source"] for name in used)
     assert all(one["source"] for one in answer["factors"].values())
 
 
-def test_every_key_of_the_answer_is_documented(answer):
+def test_every_key_of_the_answer_is_documented(answer: dict[str, Any]):
     page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
     assert [key for key in answer if f"`{key}`" not in page] == []
 
 
-def test_a_wrong_name_exits_with_2_and_the_nearest(capsys):
+def test_a_wrong_name_exits_with_2_and_the_nearest(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "kimi-k2x"]) == 2
     assert "Did you mean kimi-k2" in capsys.readouterr().err
     assert main(["plan", "kimi-k2", "--hardware", "8xB20"]) == 2
@@ -116,6 +118,18 @@ def test_compare_prints_both_sides():
     assert b["fits"]
     assert b["mean_hours_between_failures"] < a["mean_hours_between_failures"]
     assert {"recommendation", "conditions", "assumptions"} <= answer.keys()
+
+
+def test_a_comparisons_page_has_both_sides(tmp_path: Path):
+    page = tmp_path / "compare.html"
+    answer = compare(["kimi-k2"], "8xB200", html=str(page), base="int4", lora_targets=("attention",))
+    text = page.read_text()
+    assert answer["recommendation"] in text
+    assert answer["b"]["hardware"] in text
+    assert text.count("<svg class=bar") == 4
+    assert "<script" not in text
+    with pytest.raises(ConfigError, match="--markdown"):
+        compare(["kimi-k2", "glm-5"], "8xB200", html=str(page), as_markdown=True)
 
 
 def test_the_tenth_does_not_hold_where_one_card_is_enough():
