@@ -18,23 +18,39 @@ from support.decoders import BF16, FP32, Walk, random_adapter, random_ids
 from support.learning import SETTINGS
 from support.ranks import on_ranks_of, outcomes
 from support.training import random_batch
+from tithe.advantages import AdvantagePlan, AdvantageRule, make_advantages
 from tithe.arch import Shard, TensorGroup, account, checkpoint_base, read_checkpoint
+from tithe.build.crew import WIRE
 from tithe.lora import LoraSpec
+from tithe.losses import CorrectionSettings
 from tithe.models import (
     ALONE,
     Decoder,
     IdlePass,
     ModelOptions,
+    Orders,
     Ranks,
+    Stop,
     load_model,
     on_ranks,
     serve,
     share_outer,
     stack_experts,
 )
-from tithe.trainer import StepResult, Trainer, TrainerSettings
+from tithe.orchestration import Learner, RunControl, UpdatePlan
+from tithe.trainer import (
+    BatchScorer,
+    CriticSettings,
+    LeadingTrainer,
+    ScoringPlan,
+    StepResult,
+    Trainer,
+    TrainerSettings,
+    TrainerShare,
+)
 from tithe.trainer.ranks import plan_for_ranks
-from tithe.types import TrainingBatch
+from tithe.types import RolloutGroup, TrainingBatch
+from unit.orchestration.fakes import InlineLane
 
 pytestmark = pytest.mark.integration
 
@@ -318,3 +334,80 @@ def test_ranks_that_were_given_different_batches_are_told(tmp_path: Path, exact:
         trained(exact, RUN, own, ranks, BATCHES[:1])
 
     assert all("ranks hold different adapters" in text for _, text in outcomes(2, tmp_path, work))
+
+
+# ------------------------------------------------------------------ scored beforehand, several steps, a critic
+
+MIS = CorrectionSettings("mis", "geometric", low=0.4, high=1.3)
+ADVANCED = {
+    "ppo": (
+        replace(RUN, algorithm="ppo", critic=CriticSettings(warmup_steps=1), kl_placement="reward", reference_every=2),
+        ScoringPlan(prox=True, reference=True, value=True),
+        AdvantagePlan(AdvantageRule("gae", "batch", lam=0.9), kl_in_reward=True),
+    ),
+    "mis": (
+        replace(RUN, reference_every=1, loss=replace(RUN.loss, correction=MIS), activation_checkpointing=True),
+        ScoringPlan(prox=True, rejection=MIS),
+        AdvantagePlan(AdvantageRule(scale="none")),
+    ),
+}
+
+
+def rewarded(batch: TrainingBatch) -> list[RolloutGroup]:
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(one, reward=float(one.sample % 2), logp_behaviour=one.logp) for one in group.rollouts
+            ),
+        )
+        for group in batch.groups
+    ]
+
+
+def led(path: Path, name: str, ranks: Ranks) -> tuple[dict[str, Tensor], list[StepResult]]:
+    """Two batches by orders, the second with rows on one rank only; each is scored, then trained twice."""
+    settings, scoring, plan = ADVANCED[name]
+    critic = adapter_tensors(path, FP32, seed=9) if settings.critic is not None else None
+    own = Trainer(
+        loaded(path, FP32, ranks), SPEC, adapter_tensors(path, FP32), replace(settings, ppo_epochs=2), ranks,
+        critic=critic,
+    )  # fmt: skip
+    orders = Orders(ranks, WIRE)
+    TrainerShare(own, orders, BatchScorer(own, scoring))
+    if ranks.rank > 0:
+        orders.follow()
+        return copied(own), []
+    lead = LeadingTrainer(own, orders, scores=True)
+    learner = Learner(
+        trainer=lead,
+        lane=InlineLane(),
+        advantages=lambda groups, scores: make_advantages(groups, plan, scores),
+        control=RunControl(),
+        update=UpdatePlan(ppo_epochs=2),
+        scorer=lead.scorer,
+    )
+    results = [learner.learn(rewarded(batch), serial) for serial, batch in enumerate(BATCHES[:2])]
+    orders.give(Stop())
+    return copied(own), [result for result in results if result is not None]
+
+
+@pytest.mark.parametrize("name", sorted(ADVANCED))
+def test_what_is_scored_beforehand_trains_the_same_on_two_ranks(tmp_path: Path, exact: Path, name: str):
+    """Adapter, critic, optimizer and moving reference after four steps, and what every batch tells of them."""
+    wanted, told = led(exact, name, ALONE)
+    (state, results), (other, _) = on_ranks_of(2, tmp_path, lambda ranks: led(exact, name, ranks))
+    assert state.keys() == other.keys() == wanted.keys()
+    assert all(torch.equal(other[n], t) for n, t in state.items()), "ranks hold different bits"
+    for prefix in ("adapter/", "reference/", *(["critic/model/"] if name == "ppo" else [])):
+        assert difference(state, wanted, prefix) < 5e-6, prefix
+    for mine, alone in zip(results, told, strict=True):
+        assert mine.metrics.keys() == alone.metrics.keys()
+        for key in mine.metrics.keys() - {"train_compute_s", "critic_compute_s"}:
+            assert mine.metrics[key] == pytest.approx(alone.metrics[key], rel=1e-3, abs=1e-6), key
+    seen = [result.metrics for result in results]
+    if name == "ppo":
+        assert seen[0]["value_loss"] > 0
+        assert seen[1]["kl_mean"] > 0, "the reference is two steps behind"
+    else:
+        assert seen[0]["rejected_rollouts"] == 3, "of seven, with ratios from 0.28 to 1.41"

@@ -10,7 +10,7 @@ from pathlib import Path
 from tithe.advantages import make_advantages
 from tithe.build.hooks import Evaluator, Saver, make_publisher, train_hooks
 from tithe.build.learning import trainer_settings
-from tithe.build.objective import advantage_plan, batch_scorer, update_plan
+from tithe.build.objective import advantage_plan, update_plan
 from tithe.build.record import RunRecord
 from tithe.build.session import Session
 from tithe.config import RunConfig, schedule_of
@@ -77,7 +77,7 @@ def train_and_roll(
                 control=control,
                 advantages=lambda groups, scores: make_advantages(scaled(groups), plan, scores),
                 update=update_plan(cfg, session.trainer),
-                scorer=batch_scorer(cfg, session.trainer),
+                scorer=session.learner.scorer,
                 settings_at=_settings_at(cfg),
             ),
             served=served,

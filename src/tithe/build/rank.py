@@ -15,6 +15,7 @@ from pathlib import Path
 from tithe.build.base import open_base
 from tithe.build.crew import LOST, WIRE, Crew, Setup, join_launched
 from tithe.build.learning import make_learning
+from tithe.build.objective import batch_scorer
 from tithe.config import build_config
 from tithe.engines import EngineShare
 from tithe.errors import RanksLost, TitheError
@@ -37,7 +38,7 @@ def follow(ranks: Ranks) -> None:
     base = open_base(build_config(setup.config), lambda _: None, crew, adapter)
     trainer, engine = make_learning(base.cfg, base, adapter, lambda _: None)
     EngineShare(engine, orders)
-    TrainerShare(trainer, orders)
+    TrainerShare(trainer, orders, batch_scorer(base.cfg, trainer))
     if isinstance(trainer, FullTrainer):
         FullShare(trainer, orders)
     orders.follow()

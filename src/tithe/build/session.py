@@ -14,6 +14,7 @@ from torch import Tensor
 from tithe.build.base import Base, open_base
 from tithe.build.launch import start_crew
 from tithe.build.learning import make_learning
+from tithe.build.objective import batch_scorer
 from tithe.config import RunConfig
 from tithe.engines import CopiedEngine, EngineShare, SharedEngine, SpreadEngine
 from tithe.envs import (
@@ -163,10 +164,11 @@ def _leading(
 ) -> tuple[LeadingTrainer, SharedEngine | SpreadEngine | CopiedEngine]:
     """What the loops of rank 0 talk to."""
     orders = base.crew.orders
-    TrainerShare(trainer, orders)
+    scorer = batch_scorer(base.cfg, trainer)
+    TrainerShare(trainer, orders, scorer)
     if isinstance(trainer, FullTrainer):
         FullShare(trainer, orders)
-    lead = LeadingTrainer(trainer, orders)
+    lead = LeadingTrainer(trainer, orders, scores=scorer is not None)
     if orders.ranks.size == 1:
         return lead, engine
     return lead, SpreadEngine(EngineShare(engine, orders), orders, base.lane)

@@ -26,7 +26,6 @@ def objective_problems(cfg: RunSections) -> Iterator[Problem]:
     yield from _algorithm(cfg)
     yield from _lengths(cfg)
     yield from _full(cfg)
-    yield from _ranks(cfg)
 
 
 def _late(cfg: RunSections) -> str:
@@ -120,23 +119,3 @@ def _full(cfg: RunSections) -> Iterator[Problem]:
         yield "rl.algorithm", "ppo: the critic is an adapter, and model.train = full has none; take another"
     if cfg.rl.kl_reference != "base":
         yield "rl.kl_reference", f"{cfg.rl.kl_reference} is on a base that model.train = full does not hold; take base"
-
-
-def _ranks(cfg: RunSections) -> Iterator[Problem]:
-    """What scores a batch before it is trained, or with other weights: one rank's work, for which no other waits."""
-    ranks, rl = cfg.run.ranks, cfg.rl
-    if ranks == 1:
-        return
-    reason = f"runs on one rank, and run.ranks = {ranks}"
-    if rl.algorithm == "ppo":
-        yield "rl.algorithm", f"ppo {reason}; take another, or run.ranks = 1"
-    for name in ("ppo_epochs", "mini_batches"):
-        if getattr(rl, name) > 1:
-            yield f"rl.{name}", f"{getattr(rl, name)} {reason}; set it to 1, or run.ranks to 1"
-    if rl.correction_of[0] == "mis" and (rl.correction != "mis" or rl.correction_veto is not None):
-        yield "rl.correction", f"mis of whole rollouts {reason}; take mis without a veto, or tis"
-    summed = rl.advantage_scale == "batch" or rl.kl_level == "sequence" or rl.algorithm in NO_GROUP
-    if rl.kl_coef > 0 and rl.kl_placement == "reward" and summed:
-        yield "rl.kl_placement", f"reward, as {rl.algorithm} takes it, {reason}; take loss with rl.kl_estimator = k3"
-    if rl.kl_reference != "base":
-        yield "rl.kl_reference", f"{rl.kl_reference} {reason}; take base"

@@ -13,7 +13,7 @@ from tithe.types import BatchScores, RolloutGroup, TrainingBatch
 
 if TYPE_CHECKING:  # they need torch, which this room must not load
     from tithe.models import Lane
-    from tithe.trainer import BatchScorer, FullTrainer, LeadingTrainer, StepResult, TrainerSettings
+    from tithe.trainer import BatchScorer, FullTrainer, LeadingScorer, LeadingTrainer, StepResult, TrainerSettings
 
 AdvantagesFn = Callable[[Sequence[RolloutGroup], BatchScores | None], BatchAdvantages]
 """Groups, and what was scored of them → advantages, e.g. `advantages.make_advantages` with its plan bound."""
@@ -47,7 +47,7 @@ class Learner:
         control: RunControl,
         settings_at: Callable[[int], TrainerSettings] | None = None,
         update: UpdatePlan | None = None,
-        scorer: BatchScorer | None = None,
+        scorer: BatchScorer | LeadingScorer | None = None,
     ) -> None:
         self._trainer = trainer
         self._lane = lane
@@ -88,11 +88,11 @@ class Learner:
         """None where nothing is asked beforehand, or the run is stopping."""
         if self._scorer is None:
             return None
-        for micro in self._scorer.plan(groups):
+        for micro in self._lane.call(self._scorer.plan, groups):
             if self._control.stopping:
                 return None
             self._lane.call(self._scorer.score, micro)
-        return self._scorer.scores()
+        return self._lane.call(self._scorer.scores)
 
     def _extra(self, cut: Cut, scores: BatchScores | None) -> dict[str, float]:
         row: dict[str, float] = {}

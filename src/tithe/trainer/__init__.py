@@ -6,7 +6,7 @@
 from tithe.trainer.adam import StepResult
 from tithe.trainer.full import FullTrainer
 from tithe.trainer.full_leading import MODEL_ORDERS, FullShare, LeadingModel
-from tithe.trainer.leading import TRAINER_CARRIERS, TRAINER_ORDERS, LeadingTrainer, TrainerShare
+from tithe.trainer.leading import TRAINER_CARRIERS, TRAINER_ORDERS, LeadingScorer, LeadingTrainer, TrainerShare
 from tithe.trainer.proof import Perturbed, ScoredBatch, probe_logp, probe_masters, score_groups
 from tithe.trainer.reference import Reference
 from tithe.trainer.schedule import learning_rate
@@ -23,6 +23,7 @@ __all__ = [
     "FullShare",
     "FullTrainer",
     "LeadingModel",
+    "LeadingScorer",
     "LeadingTrainer",
     "Perturbed",
     "Reference",

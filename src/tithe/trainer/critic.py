@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -16,10 +16,20 @@ from torch import Tensor
 from tithe.errors import ResumeError
 from tithe.lora import LoraSpec
 from tithe.losses import Denominators, ValueLossInput, value_loss
-from tithe.models import AdapterGradients, Passes, TrainAdapter, new_value_head, score_values, stack_experts
+from tithe.models import (
+    ALONE,
+    AdapterGradients,
+    Passes,
+    Ranks,
+    TrainAdapter,
+    new_value_head,
+    score_values,
+    stack_experts,
+)
 from tithe.models.value_head import BIAS, WEIGHT
 from tithe.packing import MicroBatch
 from tithe.trainer.adam import Adam
+from tithe.trainer.ranks import Idle, check_alike, is_idle, sum_gradients
 from tithe.trainer.settings import TrainerSettings
 
 
@@ -36,6 +46,14 @@ class _Sums:
     error_squared: float = 0.0
     train_s: float = 0.0
 
+    def over(self, ranks: Ranks) -> _Sums:
+        """Those of all ranks, in ascending rank; `train_s` is the slowest rank's."""
+        names = [field.name for field in fields(self)]
+        told = ranks.all_gather(torch.tensor([getattr(self, name) for name in names], dtype=torch.float64))
+        total = _Sums(*(sum(float(one[i]) for one in told) for i in range(len(names))))  # pyright: ignore[reportArgumentType]
+        total.tokens, total.train_s = int(total.tokens), max(float(one[names.index("train_s")]) for one in told)
+        return total
+
     def metrics(self) -> dict[str, float]:
         n = max(self.tokens, 1)
         spread = self.returns_squared / n - (self.returns / n) ** 2
@@ -51,15 +69,23 @@ class _Sums:
 class Critic:
     """`values` of a batch before it is trained; `begin`, `accumulate`, `step` beside the policy's. On the lane.
 
-    It borrows the policy's passes, strictly in turn with it, and mutates only its own tensors.
+    It borrows the policy's passes, strictly in turn with it, and mutates only its own tensors. On several ranks all
+    call the same methods, and hold the same tensors afterwards, as of the policy.
     """
 
     def __init__(
-        self, passes: Passes, spec: LoraSpec, tensors: Mapping[str, Tensor], settings: TrainerSettings
+        self,
+        passes: Passes,
+        spec: LoraSpec,
+        tensors: Mapping[str, Tensor],
+        settings: TrainerSettings,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`tensors` are an adapter's first values, of the policy's own spec."""
         assert settings.critic is not None
         self._passes, self._spec, self._clip = passes, spec, settings.critic.value_clip
+        self._ranks, self._idle = ranks, Idle(passes.decoder)
+        self._recompute = settings.activation_checkpointing
         named = dict(sorted(stack_experts(tensors).items()))
         self._adapter_names = list(named)
         named |= new_value_head(passes.decoder.spec.hidden_size)
@@ -78,6 +104,9 @@ class Critic:
 
     def values(self, micro: MicroBatch) -> np.ndarray:
         """The value [N] of the state before each target."""
+        if is_idle(micro):
+            self._idle.take().forward(self._adapter.model)
+            return np.zeros(0, np.float32)
         return self._score(self._passes.hidden(micro, self._adapter, keep=False)).value.numpy()
 
     def _score(self, rows_NH: Tensor):  # noqa: ANN202  `Values`
@@ -92,9 +121,14 @@ class Critic:
 
     def accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
         """Forward and backward of one micro-batch. Raises `ValueError` without old values and returns."""
+        assert self._gradients is not None
+        if is_idle(micro):
+            idle = self._idle.take()
+            idle.forward(self._adapter.model)
+            idle.backward(self._adapter.model, self._gradients, recompute=self._recompute)
+            return
         if micro.old_value is None or micro.returns is None:
             raise ValueError("a critic learns from batches that were scored: values and returns are missing")
-        assert self._gradients is not None
         started = time.perf_counter()
         rows_NH = self._passes.hidden(micro, self._adapter, keep=True)
         scored = self._score(rows_NH)
@@ -125,10 +159,15 @@ class Critic:
         not finite. Its metrics."""
         assert self._gradients is not None
         self._adam.settings = settings
+        self._idle.release()
         grads = {**self._gradients.named(self._adapter_masters()), **self._head}
+        if self._ranks.size > 1:
+            grads = sum_gradients(self._ranks, grads, self._passes.decoder.n_experts)
+            self._sums = self._sums.over(self._ranks)
         applied = self._adam.apply(grads, self._sums.loss if self._sums.tokens else None)
         self._gradients = None
         if applied.finite:
+            check_alike(self._ranks, self._masters)
             self._passes.forget(self._adapter)
             self._adapter = self._build()
         return {

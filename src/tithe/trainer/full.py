@@ -161,6 +161,11 @@ class FullTrainer:
         let_go(self.policy)
         return logp
 
+    def blank(self, micro: MicroBatch) -> MicroBatch:
+        """What a rank scores in a round in which only others have rows: weights are gathered together. `micro` with a
+        loss mask that is off."""
+        return _masked(micro)
+
     def score_reference(self, micro: MicroBatch) -> np.ndarray:
         """log-probs [N] under the frozen base."""
         assert self._reference is not None

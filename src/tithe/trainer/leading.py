@@ -2,6 +2,7 @@
 
     TrainerShare      every rank's own trainer and what an order asks of it
     LeadingTrainer    rank 0's face to the train loop, with a trainer's methods
+    LeadingScorer     the same of what scores a batch before it is trained
 
 One order a lane job: a batch to plan, a micro-batch each, the step, a checkpoint to take back; of an adapter also
 log-probs to prove (of whole models: `tithe.trainer.full_leading`).
@@ -20,9 +21,10 @@ from tithe.models import Orders, TrainAdapter
 from tithe.packing import MicroBatch
 from tithe.trainer.full import FullTrainer
 from tithe.trainer.proof import Perturbed, probe_logp, probe_masters, score_groups
+from tithe.trainer.scoring import BatchScorer
 from tithe.trainer.settings import TrainerSettings
 from tithe.trainer.trainer import StepResult, Trainer
-from tithe.types import RolloutGroup, TrainingBatch
+from tithe.types import BatchScores, RolloutGroup, TrainingBatch
 from tithe.utils.wire import kinds_in
 from tithe.weight_sync import load_published
 
@@ -72,7 +74,25 @@ class AskVersion:
     shaken: bool
 
 
-TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion)
+@dataclass(frozen=True)
+class PlanScores:
+    """Plan what must be known of a batch beforehand, under the settings that it will be trained with."""
+
+    groups: Sequence[RolloutGroup]
+    settings: TrainerSettings
+
+
+@dataclass(frozen=True)
+class ScoreNext:
+    """Each rank's next micro-batch."""
+
+
+@dataclass(frozen=True)
+class TellScores:
+    """All ranks' scores together."""
+
+
+TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion, PlanScores, ScoreNext, TellScores)
 """Orders of a trainer over ranks."""
 TRAINER_CARRIERS = (*kinds_in(TrainingBatch), *kinds_in(TrainerSettings))
 """What they carry."""
@@ -81,7 +101,8 @@ TRAINER_CARRIERS = (*kinds_in(TrainingBatch), *kinds_in(TrainerSettings))
 class TrainerShare:
     """One rank's part of every order. On the lane."""
 
-    def __init__(self, trainer: Trainer | FullTrainer, orders: Orders) -> None:
+    def __init__(self, trainer: Trainer | FullTrainer, orders: Orders, scorer: BatchScorer | None = None) -> None:
+        """`scorer` is what scores batches beforehand, where an algorithm needs that."""
         self.trainer = trainer
         self._left: list[MicroBatch] = []
         orders.handle(Plan, self._plan)
@@ -91,10 +112,19 @@ class TrainerShare:
         if isinstance(trainer, Trainer):
             orders.handle(AskProbe, lambda order: prove(trainer, order.prompt, order.target))
             orders.handle(AskVersion, lambda o: score_version(trainer, Path(o.directory), o.groups, shaken=o.shaken))
+        if scorer is not None:
+            orders.handle(PlanScores, lambda order: self._plan_scores(scorer, order))
+            orders.handle(ScoreNext, lambda _: scorer.score(self._left.pop(0)))
+            orders.handle(TellScores, lambda _: scorer.scores())
 
     def _plan(self, order: Plan) -> list[MicroBatch]:
         self.trainer.settings = order.settings
         self._left = self.trainer.plan(order.batch)
+        return list(self._left)
+
+    def _plan_scores(self, scorer: BatchScorer, order: PlanScores) -> list[MicroBatch]:
+        self.trainer.settings = order.settings
+        self._left = scorer.plan(order.groups)
         return list(self._left)
 
     def _accumulate(self, _: Accumulate) -> None:
@@ -134,10 +164,12 @@ def score_version(
 class LeadingTrainer:
     """On rank 0: what a train loop asks of a trainer, done by all ranks. On the lane."""
 
-    def __init__(self, own: Trainer | FullTrainer, orders: Orders) -> None:
+    def __init__(self, own: Trainer | FullTrainer, orders: Orders, *, scores: bool = False) -> None:
+        """`scores`: whether the ranks' shares score batches before they are trained."""
         self.own, self._orders = own, orders
         self.settings = own.settings
         """Those of the next batch."""
+        self.scorer = LeadingScorer(self, orders) if scores else None
 
     def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
         """As `Trainer.plan`; as many micro-batches as every rank has."""
@@ -164,3 +196,23 @@ class LeadingTrainer:
     ) -> list[list[np.ndarray | None]]:
         """As the function `score_version`, of an adapter."""
         return self._orders.give(AskVersion(str(directory), groups, shaken))
+
+
+class LeadingScorer:
+    """On rank 0: a batch scored by all ranks before it is trained, under the settings that `lead` will train it with.
+    On the lane."""
+
+    def __init__(self, lead: LeadingTrainer, orders: Orders) -> None:
+        self._lead, self._orders = lead, orders
+
+    def plan(self, groups: Sequence[RolloutGroup]) -> list[MicroBatch]:
+        """As `BatchScorer.plan`; as many micro-batches as every rank has."""
+        return self._orders.give(PlanScores(groups, self._lead.settings))
+
+    def score(self, _: MicroBatch) -> None:
+        """As `BatchScorer.score`: the next micro-batch of every rank."""
+        self._orders.give(ScoreNext())
+
+    def scores(self) -> BatchScores:
+        """As `BatchScorer.scores`, those of all ranks."""
+        return self._orders.give(TellScores())

@@ -1,7 +1,7 @@
 """One optimizer step on several ranks: who computes what, and what is summed.
 
     plan_for_ranks   every rank plans the whole batch and takes its share      consumes the same batch on every rank
-    take_part        a round without rows of one's own                         waits for the others, layer by layer
+    Idle             a round without rows of one's own                         waits for the others, layer by layer
     sum_gradients    dense and shared tensors summed, those of an expert gathered from its owner
     check_alike      after the step every rank has the same masters, bit for bit
 
@@ -22,10 +22,9 @@ from torch import Tensor
 from tithe.arch import Shard
 from tithe.errors import RunError
 from tithe.losses import LossMetrics
-from tithe.models import AdapterGradients, IdlePass, Ranks, TrainAdapter
+from tithe.models import Decoder, IdlePass, Ranks
 from tithe.models.expert_adapter import EXPERT
 from tithe.packing import MicroBatch, plan_micro_batches
-from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
 
 
@@ -71,12 +70,26 @@ def empty_micro_batch() -> MicroBatch:
     )
 
 
-def take_part(idle: IdlePass, adapter: TrainAdapter, gradients: AdapterGradients, settings: TrainerSettings) -> None:
-    """What a rank does in a round in which only others have rows."""
-    if settings.kl_coef > 0:
-        idle.forward()
-    idle.forward(adapter.model)
-    idle.backward(adapter.model, gradients, recompute=settings.activation_checkpointing)
+def is_idle(micro: MicroBatch) -> bool:
+    """Whether only other ranks have rows in this round."""
+    return len(micro.input_ids) == 0
+
+
+class Idle:
+    """What a rank runs in rounds in which only others have rows: one pass, made when it is first needed."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._pass: IdlePass | None = None
+
+    def take(self) -> IdlePass:
+        """The pass; its buffers stay until `release`."""
+        self._pass = self._pass or IdlePass(self._decoder)
+        return self._pass
+
+    def release(self) -> None:
+        """Let the buffers go."""
+        self._pass = None
 
 
 def sum_gradients(ranks: Ranks, grads: Mapping[str, Tensor], n_experts: int) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from tithe.losses import CorrectionSettings
 from tithe.packing import MicroBatch, plan_micro_batches
@@ -37,7 +38,8 @@ class ScoringPlan:
 
 
 class BatchScorer:
-    """`plan` a batch, `score` each micro-batch on the lane, take the `scores`."""
+    """`plan` a batch, `score` each micro-batch on the lane, take the `scores`. Several ranks share the micro-batches,
+    call the same methods, and have the same scores afterwards."""
 
     def __init__(self, trainer: Trainer | FullTrainer, plan: ScoringPlan) -> None:
         self._trainer, self._plan = trainer, plan
@@ -54,22 +56,29 @@ class BatchScorer:
         self._groups: Sequence[RolloutGroup] = ()
 
     def plan(self, groups: Sequence[RolloutGroup]) -> list[MicroBatch]:
-        """Micro-batches of all rollouts that may be trained."""
+        """This rank's micro-batches of all rollouts that may be trained; as many on every rank."""
         ones = [[_ones(rollout) for rollout in group.rollouts] for group in groups]
-        self._groups = groups
-        self._found = {name: [[None] * len(group.rollouts) for group in groups] for name in self._asked}
-        return plan_micro_batches(TrainingBatch(groups, ones, 0), self._trainer.settings.micro_batch_tokens)
+        self._groups, ranks = groups, self._trainer.ranks
+        self._found = {
+            name: [[None if one is None else np.zeros_like(one) for one in group] for group in ones]
+            for name in self._asked
+        }
+        micros = plan_micro_batches(TrainingBatch(groups, ones, 0), self._trainer.settings.micro_batch_tokens)
+        blank = [self._trainer.blank(micros[-1])] * (-len(micros) % ranks.size) if micros else []
+        return [*micros, *blank][ranks.rank :: ranks.size]
 
     def score(self, micro: MicroBatch) -> None:
         """One micro-batch. On the lane."""
         for name, score in self._asked.items():
             values_N = score(micro)
-            for q in range(micro.n_seqs):
+            for q in range(micro.n_seqs if micro.loss_mask.any() else 0):
                 values_T = values_N[micro.seq_index == q].astype(np.float32)
                 self._found[name][micro.seq_group[q]][micro.seq_rollout[q]] = values_T
 
     def scores(self) -> BatchScores:
         """What was found, and the KL's weight now."""
+        found = [one for scored in self._found.values() for row in scored for one in row if one is not None]
+        self._trainer.ranks.sum([torch.from_numpy(one) for one in found])  # one rank's and zeros; in place
         rejection, prox = self._plan.rejection, self._found.get("prox_logp")
         rejected = frozenset[tuple[int, int]]()
         if rejection is not None and prox is not None:
@@ -85,7 +94,7 @@ class BatchScorer:
 
 def _ones(rollout: Rollout) -> np.ndarray | None:
     usable = rollout.failure is None and rollout.reward is not None
-    return np.ones(len(rollout.token_ids), np.float32) if usable and len(rollout.token_ids) else None
+    return np.ones(len(rollout.token_ids), np.float32) if usable and rollout.loss_mask.any() else None
 
 
 def rejects_whole_rollouts(correction: CorrectionSettings) -> bool:

@@ -15,13 +15,13 @@ from torch import Tensor
 from tithe.errors import ResumeError
 from tithe.lora import LoraSpec
 from tithe.losses import LOSSES, Denominators, denominators
-from tithe.models import ALONE, AdapterGradients, Decoder, IdlePass, Passes, Ranks, TrainAdapter, stack_experts
+from tithe.models import ALONE, AdapterGradients, Decoder, Passes, Ranks, TrainAdapter, stack_experts
 from tithe.packing import MicroBatch
 from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.critic import Critic
 from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
-from tithe.trainer.ranks import Sums, check_alike, plan_for_ranks, sum_gradients, take_part
+from tithe.trainer.ranks import Idle, Sums, check_alike, empty_micro_batch, is_idle, plan_for_ranks, sum_gradients
 from tithe.trainer.reference import Reference
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
@@ -53,7 +53,7 @@ class Trainer:
         self._adam = Adam(self._masters, settings)
         self._adapter = TrainAdapter.build(decoder, self._masters, spec)
         self._gradients: AdapterGradients | None = None
-        self._idle: IdlePass | None = None
+        self._idle = Idle(decoder)
         self.passes = Passes(
             decoder,
             self._adapter.widths(),
@@ -63,11 +63,13 @@ class Trainer:
         self.reference = reference or Reference(self.passes)
         if settings.reference_every is not None:
             self.reference.take(self._masters, spec)
-        self.critic = Critic(self.passes, spec, critic, settings) if critic is not None else None
+        self.critic = Critic(self.passes, spec, critic, settings, ranks) if critic is not None else None
         self._kl = KLWeight(settings)
         self._tally = Tally()
         self._denominators: Denominators | None = None
         self._micro_index = 0
+        self._knows_reference = False
+        """Whether the batch comes with the reference's log-probs."""
 
     @property
     def kl_coef(self) -> float:
@@ -80,6 +82,7 @@ class Trainer:
         """This rank's micro-batches, with the whole batch's denominators fixed; empty when nothing is trained."""
         micros, own = plan_for_ranks(batch, self.settings.micro_batch_tokens, self.ranks)
         self._tally, self._micro_index = Tally(), self.ranks.rank
+        self._knows_reference = batch.scores is not None and batch.scores.ref_logp is not None
         self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
         self._gradients = AdapterGradients(self.decoder, self._adapter) if micros else None
         if self.critic is not None:
@@ -92,16 +95,17 @@ class Trainer:
         assert self._denominators is not None
         started = time.perf_counter()
         settings = self.settings
-        if len(micro.input_ids) == 0:
-            self._idle = self._idle or IdlePass(self.decoder)
-            take_part(self._idle, self._adapter, self._gradients, settings)
-            self._micro_index += self.ranks.size
-            return
         if self.critic is not None:
             self.critic.accumulate(micro, self._denominators)
             if self._critic_learns_alone:
                 return
         reference = self._reference_of(micro)
+        if is_idle(micro):
+            idle = self._idle.take()
+            idle.forward(self._adapter.model)
+            idle.backward(self._adapter.model, self._gradients, recompute=settings.activation_checkpointing)
+            self._micro_index += self.ranks.size
+            return
         seed = self._dropout_seed() if settings.dropout > 0 else None
         self._micro_index += self.ranks.size
         bonus = settings.loss.entropy_coef > 0
@@ -124,17 +128,24 @@ class Trainer:
         return critic is not None and self.optimizer_step < critic.warmup_steps
 
     def _reference_of(self, micro: MicroBatch) -> np.ndarray | None:
-        if micro.ref_logp is not None:
+        if self._knows_reference:
             return micro.ref_logp
         return self.reference.score(micro) if self.kl_coef > 0 else None
 
     def score_policy(self, micro: MicroBatch) -> np.ndarray:
         """log-probs [N] under the policy as it is."""
+        if is_idle(micro):
+            self._idle.take().forward(self._adapter.model)
+            return np.zeros(0, np.float32)
         return self.passes.score(micro, self._adapter)
 
     def score_reference(self, micro: MicroBatch) -> np.ndarray:
         """log-probs [N] under the reference."""
         return self.reference.score(micro)
+
+    def blank(self, _: MicroBatch) -> MicroBatch:
+        """What a rank scores in a round in which only others have rows."""
+        return empty_micro_batch()
 
     def _dropout_seed(self) -> int:
         """32 bits that follow (run seed, step, micro-batch), for run seeds of any size."""
@@ -144,7 +155,8 @@ class Trainer:
     def step(self) -> StepResult:
         """One AdamW step on the accumulated gradients, clipped by global norm; skipped when anything is not finite."""
         self.passes.release()
-        self._idle = None
+        self._idle.release()
+        self.reference.release()
         grads = self._gradients.named(self._masters) if self._gradients is not None else {}
         if self.ranks.size > 1:
             grads = sum_gradients(self.ranks, grads, self.decoder.n_experts)

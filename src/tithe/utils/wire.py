@@ -60,8 +60,8 @@ def kinds_in(kind: type) -> list[type]:
 
 
 class Wire:
-    """`encode` and `decode` messages of named dataclasses and enums, which hold each other, arrays, lists, mappings
-    with text as keys, numbers and text.
+    """`encode` and `decode` messages of named dataclasses and enums, which hold each other, arrays, lists, frozen sets,
+    mappings with text as keys, numbers and text.
 
     Tuples come back as tuples, sequences of other kinds as lists, floats as the same bits.
 
@@ -110,6 +110,8 @@ class Wire:
         if is_dataclass(value):
             content = {field.name: self._plain(getattr(value, field.name), arrays) for field in fields(value)}
             return {"kind": [self._name(value), content]}
+        if isinstance(value, frozenset):
+            return {"set": [self._plain(item, arrays) for item in sorted(value)]}
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             items = [self._plain(item, arrays) for item in value]
             return {"tuple": items} if isinstance(value, tuple) else items
@@ -131,6 +133,8 @@ class Wire:
             return _read_array(content, arrays)
         if what == "tuple":
             return tuple(self._built(item, arrays) for item in content)
+        if what == "set":
+            return frozenset(self._built(item, arrays) for item in content)
         if what == "map":
             return {key: self._built(item, arrays) for key, item in content.items()}
         name, inner = content

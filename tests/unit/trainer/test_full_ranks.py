@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from support.checkpoints import build_hf
 from support.learning import batch, group, rollout, snapshot
 from support.ranks import on_ranks_of
 from tithe.models import ALONE, Ranks
-from tithe.trainer import FullTrainer, StepResult
+from tithe.trainer import BatchScorer, FullTrainer, ScoringPlan, StepResult
 from unit.trainer.test_full import EXACT, N_TOKENS
 
 SETTINGS = replace(EXACT, micro_batch_tokens=16, betas=(0.5, 0.95), max_grad_norm=0.5, kl_coef=0.1)
@@ -40,6 +41,19 @@ def trained(trainer: FullTrainer, steps: int) -> list[StepResult]:
     return results
 
 
+def scored(trainer: FullTrainer) -> np.ndarray:
+    """What policy and reference say of three groups beforehand, flat."""
+    scorer = BatchScorer(trainer, ScoringPlan(prox=True, reference=True))
+    answers = [[7, 8, 40, 12, 9], [60, 61, 33, 20, 50]]
+    groups = [group([5 + g, 9, 33], [rollout(ids, sample=s) for s, ids in enumerate(answers)], g) for g in range(3)]
+    for micro in scorer.plan(groups):
+        scorer.score(micro)
+    found = scorer.scores()
+    rows = [one for part in (found.prox_logp, found.ref_logp) for row in part or [] for one in row if one is not None]
+    assert len(rows) == 12
+    return np.concatenate(rows)
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_two_ranks_train_what_one_trains(tmp_path: Path, family: str) -> None:
     """Two steps, then a state of one rank on two and back. A mixture's router keeps what it holds beside parameters."""
@@ -48,6 +62,7 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, family: str) -> None:
     one = learner(base, ALONE)
     wanted = trained(one, 2)
     alone, numbers = snapshot(one.state_tensors()), one.state()
+    before = scored(one)
 
     def work(ranks: Ranks) -> Any:
         trainer = learner(base, ranks)
@@ -58,12 +73,13 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, family: str) -> None:
         trainer.write(folder)
         results += trained(trainer, 1)  # what lies between two steps leaves no trace
         late = snapshot(trainer.state_tensors())
+        beforehand = scored(trainer)
         probe = trainer.probe([5, 9, 33], [7, 8])
         trainer.load_state(alone, numbers)
         again = trainer.state_tensors()
         trainer.write(folder)
         assert all(torch.equal(tensor, again[name]) for name, tensor in alone.items())
-        return late, results, probe, trainer.memory_bytes()
+        return late, results, probe, trainer.memory_bytes(), beforehand
 
     first, second = on_ranks_of(2, tmp_path / "ranks", work)
     assert first[0].keys() == alone.keys()
@@ -77,6 +93,8 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, family: str) -> None:
     assert first[1] == second[1]
     assert first[2] == second[2] == pytest.approx(one.probe([5, 9, 33], [7, 8]), abs=1e-4)
     assert first[3] + second[3] == one.memory_bytes()
+    assert np.array_equal(first[4], second[4])
+    np.testing.assert_allclose(first[4], before, atol=1e-4)
     published, before = load_file(tmp_path / "published" / "model.safetensors"), load_file(base / "model.safetensors")
     assert {n: t.shape for n, t in published.items()} == {n: t.shape for n, t in before.items()}
     kept = [name for name in before if name.endswith("e_score_correction_bias")]

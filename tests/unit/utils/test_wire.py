@@ -33,7 +33,9 @@ def test_a_batch_arrives_bit_for_bit() -> None:
     experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
     failed = rollout(failure=Failure(FailureCause.TIMEOUT, "too “late”"), reward=None, experts=experts)
     group = RolloutGroup(2**40, "p", np.zeros(0, np.int32), (rollout(), failed), 0, 3)
-    sent = TrainingBatch([group], [[np.array([0.1], np.float32), None]], 7)
+    logs = np.array([-0.5, 2.0], np.float32)
+    scores = BatchScores(value=[[None, logs]], kl_coef=1 / 3, rejected=frozenset({(0, 1), (3, 2)}))
+    sent = TrainingBatch([group], [[np.array([0.1], np.float32), None]], 7, scores)
     wire = Wire(*CARRIERS)
     got = wire.decode(wire.encode(sent))
     assert isinstance(got, TrainingBatch)
@@ -46,6 +48,10 @@ def test_a_batch_arrives_bit_for_bit() -> None:
     np.testing.assert_array_equal(mine.rollouts[1].experts, experts)
     assert (mine.group_id, mine.prompt_ids.shape, got.serial) == (2**40, (0,), 7)
     assert got.advantages[0][1] is None
+    assert got.scores is not None
+    assert (got.scores.kl_coef, got.scores.rejected, got.scores.prox_logp) == (1 / 3, scores.rejected, None)
+    assert got.scores.value is not None
+    np.testing.assert_array_equal(got.scores.value[0][1], logs)
     mine.rollouts[0].logp[0] = 1.0  # its own memory
 
 
