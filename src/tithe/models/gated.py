@@ -17,7 +17,7 @@ from tithe.quant import Launch, PackedMatrix
 from tithe.quant.expand import panel_pairs
 from tithe.quant.matrix import panel_scratch, set_product_rows
 from tithe.quant.product import ahead, ride
-from tithe.quant.rows_tile import DOT_ROWS, dot_block
+from tithe.quant.rows_tile import DOT_ROWS, begin_tiles, dot_block
 from tithe.quant.runtime import (
     carrier,
     exp_f32,
@@ -59,6 +59,7 @@ def gated_dot(args: Any) -> None:
     spare = scratch + 2 * _TILE_BYTES
     blocks = (rows + args[20] - 1) // args[20]
     half = columns // 96
+    begin_tiles()
     while True:
         task = next_task(args)
         if task >= args[1]:

@@ -65,9 +65,15 @@ _LOW = """
     tilestored %tmm1, 64($5,$6,1)
     tilestored %tmm2, 128($5,$6,1)
 """
-# The same for 32 rows, without turns that rest: $8 is the byte from x's first row to its 17th.
+# The same for 32 rows, under `amx_begin`: $8 is the byte from x's first row to its 17th. To clear the sums one by one
+# takes a few cycles, to configure again 300.
 _HIGH = """
-    ldtilecfg ($7)
+    tilezero %tmm0
+    tilezero %tmm1
+    tilezero %tmm2
+    tilezero %tmm3
+    tilezero %tmm4
+    tilezero %tmm5
 2:
     tileloadd ($1,$4,1), %tmm7
     tileloadd ($0,$3,1), %tmm6
@@ -100,6 +106,7 @@ _HIGH = """
     tilestored %tmm4, 64($2,$6,1)
     tilestored %tmm5, 128($2,$6,1)
 """
+_BEGIN = "ldtilecfg ($7)"
 _CONSTRAINTS = "=&r,=&r,=&r,r,r,r,r,r,r,0,1,2,~{memory},~{flags}"
 
 
@@ -118,10 +125,22 @@ def _assemble(builder: Any, text: str, inputs: Any) -> None:
 
 
 @intrinsic
+def amx_begin(typingctx: Any) -> Any:
+    """Configure this thread's registers for `amx_high`: as its kernel begins, and after `amx_low`."""
+
+    def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        none = ir.Constant(_I64, 0)
+        _assemble(builder, _BEGIN, [none] * 4 + [_configured(builder, ir.Constant(_I64, 16))] + [none] * 4)
+        return context.get_dummy_value()
+
+    return signature(types.void), codegen
+
+
+@intrinsic
 def amx_low(typingctx: Any, x: Any, ldx: Any, rows: Any, panel: Any, turns: Any, out: Any, ldo: Any, keep: Any) -> Any:
     """out [rows, 48] float32 = (keep: out +) x [rows, 32·turns] bf16 by `turns` times 16 pairs of a panel; rows ≤ 16.
 
-    Addresses; strides in elements of 4 bytes.
+    Addresses; strides in elements of 4 bytes. Configures the registers for its rows.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -137,7 +156,7 @@ def amx_low(typingctx: Any, x: Any, ldx: Any, rows: Any, panel: Any, turns: Any,
 
 @intrinsic
 def amx_high(typingctx: Any, x: Any, ldx: Any, panel: Any, turns: Any, out: Any, ldo: Any) -> Any:
-    """The same for 32 rows, which begins at 0 and takes at least one turn."""
+    """The same for 32 rows, which begins at 0, takes at least one turn and wants `amx_begin` before."""
 
     def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         at_x, ld_x, at_panel, n_turns, at_out, ld_out = values

@@ -15,7 +15,7 @@ from numba import njit
 from tithe.quant.codes import BF16, FP32, round_bf16
 from tithe.quant.expand import expand_some_f32, expand_some_pairs
 from tithe.quant.grouped_kernels import columns_of
-from tithe.quant.rows_tile import TILE_FLOATS, dot_rows, fma_rows
+from tithe.quant.rows_tile import TILE_FLOATS, begin_tiles, dot_rows, fma_rows
 from tithe.quant.runtime import (
     as_float,
     f32_to_bf16,
@@ -64,6 +64,7 @@ def grouped_transposed_dot(args: Any) -> None:
     write = (mode, args[16] != 0, np.float32(as_float(args[17])))
     turned = scratch + BLOCK_PAIRS * 192
     tile = stack_f32(TILE_FLOATS)
+    begin_tiles()
     while True:
         task = next_task(args)
         if task >= args[1]:
@@ -167,6 +168,7 @@ def grouped_outer_dot(args: Any) -> None:
     write = (0, True, np.float32(as_float(args[17])))
     panels = (width + 47) // 48
     tile = stack_f32(TILE_FLOATS)
+    begin_tiles()
     while True:
         task = next_task(args)
         if task >= args[1]:

@@ -19,7 +19,7 @@ from numba import njit
 
 from tithe.quant.codes import FP32, data_bytes, scale_bytes
 from tithe.quant.expand import panel_f32, panel_pairs
-from tithe.quant.rows_tile import TILE_FLOATS, dot_rows, fma_rows
+from tithe.quant.rows_tile import TILE_FLOATS, begin_tiles, dot_rows, fma_rows
 from tithe.quant.runtime import as_float, i32p, i64p, kernel, next_slot, next_task, prefetch, stack_f32
 
 
@@ -53,6 +53,7 @@ def grouped_dot(args: Any) -> None:
     mode = args[18]
     write = (mode, args[16] != 0, np.float32(as_float(args[17])))
     tile = stack_f32(TILE_FLOATS)
+    begin_tiles()
     while True:
         task = next_task(args)
         if task >= args[1]:

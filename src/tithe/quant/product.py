@@ -12,7 +12,7 @@ from numba import njit
 
 from tithe.quant.codes import data_bytes, scale_bytes
 from tithe.quant.expand import panel_f32, panel_pairs
-from tithe.quant.rows_tile import DOT_ROWS, TILE_FLOATS, dot_block, dot_rows, fma_rows
+from tithe.quant.rows_tile import DOT_ROWS, TILE_FLOATS, begin_tiles, dot_block, dot_rows, fma_rows
 from tithe.quant.runtime import as_float, carrier, i64p, kernel, next_slot, next_task, prefetch, stack_f32
 
 
@@ -64,6 +64,7 @@ def matmul_dot(args: Any) -> None:
     size = 2 if args[18] != 0 else 4
     blocks = (rows + args[20] - 1) // args[20]
     tile = stack_f32(TILE_FLOATS)
+    begin_tiles()
     while True:
         task = next_task(args)
         if task >= args[1]:

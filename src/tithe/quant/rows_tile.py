@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tithe.quant.amx_tile import AMX_ROWS, amx_high, amx_low
+from tithe.quant.amx_tile import AMX_ROWS, amx_begin, amx_high, amx_low
 from tithe.quant.codes import round_bf16
 from tithe.quant.runtime import HAS_AMX, HAS_AVX512, address_of, f32_to_bf16, f32p, fma, stack_f32, u16p, u32p
 from tithe.quant.tile import PANEL, make_tile
@@ -54,21 +54,18 @@ def _make_amx_block() -> Any:
     """The same by matrix registers, of 16 rows by 16 k-pairs; a rest of pairs is filled up by 0."""
 
     @njit
-    def low(x: Any, ldx: Any, count: Any, panel: Any, steps: Any, out: Any, ldo: Any) -> None:
+    def rest(x: Any, ldx: Any, count: Any, panel: Any, spare: Any, out: Any, ldo: Any) -> None:
+        """out += x·panel of fewer than 16 pairs and at most 16 rows."""
         some_x, some_w = stack_f32(256), stack_f32(768)
-        whole = steps // 16
-        spare = steps - whole * 16
-        amx_low(x, ldx, count, panel, whole, out, ldo, 0)
-        if spare > 0:
-            of_x, of_w = u32p(address_of(some_x)), u32p(address_of(some_w))
-            for r in range(count):
-                source = u32p(x + (r * ldx + whole * 16) * 4)
-                for p in range(16):
-                    of_x[r * 16 + p] = source[p] if p < spare else np.uint32(0)
-            source = u32p(panel + whole * 3072)
-            for i in range(768):
-                of_w[i] = source[i] if i < spare * 48 else np.uint32(0)
-            amx_low(address_of(some_x), 16, count, address_of(some_w), 1, out, ldo, 1)
+        of_x, of_w = u32p(address_of(some_x)), u32p(address_of(some_w))
+        for r in range(count):
+            source = u32p(x + r * ldx * 4)
+            for p in range(16):
+                of_x[r * 16 + p] = source[p] if p < spare else np.uint32(0)
+        source = u32p(panel)
+        for i in range(768):
+            of_w[i] = source[i] if i < spare * 48 else np.uint32(0)
+        amx_low(address_of(some_x), 16, count, address_of(some_w), 1, out, ldo, 1)
 
     @njit
     def block(x: Any, ldx: Any, count: Any, panel: Any, steps: Any, out: Any, ldo: Any, add: Any, factor: Any) -> None:
@@ -76,11 +73,19 @@ def _make_amx_block() -> Any:
         target, ldt = out, ldo
         if add:
             target, ldt = address_of(answer), 48
-        if count == AMX_ROWS and steps >= 16 and steps % 16 == 0:
-            amx_high(x, ldx, panel, steps // 16, target, ldt)
-        else:
+        whole = steps // 16
+        spare = steps - whole * 16
+        is_high = count == AMX_ROWS and whole > 0
+        if is_high:
+            amx_high(x, ldx, panel, whole, target, ldt)
+        if not is_high or spare > 0:
             for r in range(0, count, 16):
-                low(x + r * ldx * 4, ldx, min(16, count - r), panel, steps, target + r * ldt * 4, ldt)
+                rows, of_x, of_out = min(16, count - r), x + r * ldx * 4, target + r * ldt * 4
+                if not is_high:
+                    amx_low(of_x, ldx, rows, panel, whole, of_out, ldt, 0)
+                if spare > 0:
+                    rest(of_x + whole * 64, ldx, rows, panel + whole * 3072, spare, of_out, ldt)
+            amx_begin()
         if add:
             for r in range(count):
                 o = f32p(out + r * ldo * 4)
@@ -88,6 +93,13 @@ def _make_amx_block() -> Any:
                     o[c] = fma(factor, answer[r * 48 + c], o[c])
 
     return block
+
+
+@njit
+def begin_tiles() -> None:
+    """What every thread of a kernel does before its first `dot_block` or `dot_rows`."""
+    if HAS_AMX:
+        amx_begin()
 
 
 dot_block = _make_amx_block() if HAS_AMX else _make_block(DOT_ROWS, True)
