@@ -12,6 +12,7 @@ from tithe.build.certificate import certify
 from tithe.build.ended import final_policy
 from tithe.build.hooks import Evaluator, make_publisher
 from tithe.build.running import run
+from tithe.build.scoring import uses_own_base
 from tithe.build.session import Session, open_session, say
 from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
 from tithe.errors import ResumeError, RunError, UserError
@@ -93,10 +94,11 @@ def report(run_dir: Path) -> dict[str, object]:
 def check(cfg: RunConfig) -> dict[str, object]:
     """One step on the demo's small model with the user's data and reward, everything shown; leaves nothing behind.
 
-    A run's own base may take minutes to load; what is checked here (rows, template, reward, settings) does not need it.
+    A run's own base may take minutes to load; what is checked here (rows, template, reward, settings) does not need it,
+    unless a reward model judges with that base.
     """
     group = cfg.rl.samples_per_prompt
-    own = {"path": None, "train": "lora", "quantize": "none", "load_in_8bit": False}
+    own = {} if uses_own_base(cfg) else {"path": None, "train": "lora", "quantize": "none", "load_in_8bit": False}
     model = cfg.model.model_copy(update={**own, "max_context": min(cfg.model.max_context, SMALL_CONTEXT)})
     updates = {"batch_size_per_update": 2 * group, "max_policy_update_lag": 0, "max_sample_age": 0, "sync_every": 1}
     rl = cfg.rl.model_copy(update={**updates, "rollout_buffer_size": 2 * group})
@@ -111,7 +113,7 @@ def check(cfg: RunConfig) -> dict[str, object]:
         finished = run(small, run_dir, evaluating=False, report=False)
         groups = _read_groups(run_dir)
         metrics = _last_row(run_dir)
-        prompts = _prompt_texts(groups)
+        prompts = _prompt_texts(groups, small)
     lines: list[str] = []
     for g, prompt in zip(groups, prompts, strict=True):
         lines += ["", f"prompt {g.prompt_id} ({len(g.prompt_ids)} tokens):", prompt]
@@ -204,8 +206,8 @@ def _last_row(run_dir: Path) -> dict[str, float]:
     return {k: v for k, v in rows[-1].items() if isinstance(v, float)} if rows else {}
 
 
-def _prompt_texts(groups: list[RolloutGroup]) -> list[str]:
-    renderer = load_renderer(find_demo_model())
+def _prompt_texts(groups: list[RolloutGroup], cfg: RunConfig) -> list[str]:
+    renderer = load_renderer(find_demo_model() if cfg.model.path is None else Path(cfg.model.path))
     return [renderer.decode(g.prompt_ids.tolist()) for g in groups]
 
 

@@ -102,6 +102,7 @@ class RunRecord:
             "engine_copies_bytes": engine.copy_bytes() if isinstance(engine, CopiedEngine) else 0,
             "adapter_state_bytes": session.trainer.memory_bytes(),
             "critic_state_bytes": 0 if isinstance(session.trainer, FullTrainer) else session.trainer.critic_bytes(),
+            "reward_model_bytes": session.reward_models.n_bytes,
             "kv_pages_bytes": int(engine.stats()["kv_bytes"]),
             "peak_pss_bytes": max(before, pss or 0) or None,
         }

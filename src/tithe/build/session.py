@@ -15,6 +15,7 @@ from tithe.build.base import Base, open_base
 from tithe.build.launch import start_crew
 from tithe.build.learning import make_learning
 from tithe.build.objective import batch_scorer
+from tithe.build.scoring import RewardModels, open_reward_models
 from tithe.config import RunConfig
 from tithe.engines import CopiedEngine, EngineShare, SharedEngine, SpreadEngine
 from tithe.envs import (
@@ -58,6 +59,7 @@ class Session:
     """What the train loop drives: the trainers of all ranks."""
     player: Player
     params: SamplingParams
+    reward_models: RewardModels
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def items(self) -> Mapping[str, PromptItem]:
@@ -140,6 +142,8 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
         )
         trainer, own = base.lane.call(make_learning, cfg, base, adapter, say)
         learner, engine = _leading(base, trainer, own)
+        models = open_reward_models(cfg, base, trainer, system_prompt, say)
+        rewards.models = models.by_function
         player = Player(
             _environment(cfg, base, rewards, tools), generate_with(engine), lambda i: prompts.prompt_ids(i.id)
         )
@@ -148,7 +152,7 @@ def open_session(cfg: RunConfig, *, log_dir: Path | None = None, adapter: Path |
         while closers:
             closers.pop()()
         raise
-    return Session(cfg, base, task, prompts, rewards, engine, own, trainer, learner, player, params, closers)
+    return Session(cfg, base, task, prompts, rewards, engine, own, trainer, learner, player, params, models, closers)
 
 
 def _environment(cfg: RunConfig, base: Base, rewards: RewardPool, tools: Sequence[Tool]) -> SingleTurnEnv | ToolEnv:

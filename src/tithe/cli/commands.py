@@ -14,6 +14,8 @@
     compare   planner.compare(models, hardware, …)         as plan
     capacity  build.capacity(cfg, run_dir, ranks, …)       RunConfig, Path, list of int, --steps, --full-lr, --copy
     simulate  simulator.simulate_target(target, …)         text, list of texts, Options; free of torch
+    reward-   build.train_reward_model(pairs, source,      list of envs.pairs.Pair, Path, RunConfig, Path, PairOptions
+    model         cfg, out, options)
     verify    rewards.verifying, rewards.screening         see `cli.verify`; free of torch
     demo      build.demo(overrides)                        list of texts, for config.demo_config, choose_run_dir
 
@@ -28,6 +30,7 @@ because pydantic and torch must not delay `--help`.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -198,6 +201,29 @@ def demo(args: argparse.Namespace) -> Result:
     return build_demo(args.overrides)
 
 
+def reward_model(args: argparse.Namespace) -> Result:
+    """`tithe reward-model PAIRS.jsonl --out DIR --epochs N --batch N --held-out P --centre X key=value …`."""
+    from tithe.config import load_config
+    from tithe.envs.pairs import read_pairs
+
+    for name, value in (("--epochs", args.epochs), ("--batch", args.batch)):
+        if value < 1:
+            raise _usage(f"{name} = {value} must be 1 or more")
+    if not 0 < args.held_out < 1:
+        raise _usage(f"--held-out = {args.held_out:g} must be more than 0 and less than 1")
+    if not 0 <= args.centre < math.inf:
+        raise _usage(f"--centre = {args.centre:g} must be a number of 0 or more")
+    cfg = load_config(None, args.overrides)
+    if args.dry_run:
+        return _resolved(cfg)
+    source = Path(args.pairs)
+    pairs = read_pairs(source, cfg.task.prompt_column, cfg.task.instruction)
+    from tithe.build import PairOptions, train_reward_model
+
+    options = PairOptions(args.epochs, args.batch, args.held_out, args.centre)
+    return train_reward_model(pairs, source, cfg, Path(args.out), options)
+
+
 def verify(args: argparse.Namespace) -> Result:
     """`tithe verify ROWS.jsonl [--tools | --code] [--lab]`, or `tithe verify RUN.yaml key=value …`."""
     from tithe.cli.verify import run
@@ -217,6 +243,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "plan": plan,
     "compare": compare,
     "capacity": capacity,
+    "reward-model": reward_model,
     "simulate": simulate,
     "verify": verify,
     "demo": demo,

@@ -91,13 +91,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
     copy_help = "add the largest rank on an int4 base, and full training with rollouts from int4 copies"
     capacity.add_argument("--copy", choices=("int4",), help=copy_help)
+    reward_model = _add_reward_model(add)
     simulate = _add_simulate(add)
     add_commands(add)
     verify = _add_verify(add)
     demo = add("demo", "train a real 4-bit model on a task that a program can check, in minutes")
-    for command in (train, check, resume, evaluate, sample, parity, capacity, simulate, verify, demo):
+    for command in (train, check, resume, evaluate, sample, parity, capacity, reward_model, simulate, verify, demo):
         overrides(command)
     return parser
+
+
+def _add_reward_model(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    command = add("reward-model", "train a reward model on a run's base from pairs of replies")
+    command.add_argument("pairs", metavar="PAIRS.jsonl", help="rows with prompt, chosen and rejected")
+    command.add_argument("--out", required=True, metavar="DIR", help="directory to write: adapter, head, manifest")
+    command.add_argument("--epochs", type=int, default=2, metavar="N", help="times over all pairs (default 2)")
+    command.add_argument("--batch", type=int, default=32, metavar="N", help="pairs of one step (default 32)")
+    held_out = "share of prompts that are only judged (default 0.1)"
+    command.add_argument("--held-out", type=float, default=0.1, metavar="P", help=held_out)
+    centre = "pull of each pair's scores towards 0 (default 0.01)"
+    command.add_argument("--centre", type=float, default=0.01, metavar="X", help=centre)
+    return command
 
 
 def _add_verify(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tithe.config.doubtful import learning_warnings
 from tithe.config.objective_rules import objective_problems
 from tithe.config.phases import phase_problems
+from tithe.config.sampling import REWARD_MODEL
 from tithe.config.sections import RunSections
 from tithe.errors import ConfigError
 
@@ -22,7 +23,7 @@ _Problem = tuple[str, str]
 
 def check_relations(cfg: RunSections) -> None:
     """Raise one `ConfigError` that lists every broken relation; `.key` is the first one's key to change."""
-    checks = (_sizes, _staleness, objective_problems, _formats, _full, _rewards, phase_problems)
+    checks = (_sizes, _staleness, objective_problems, _formats, _full, _rewards, _reward_models, phase_problems)
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(f"{key} = {message}" for key, message in problems), key=problems[0][0])
@@ -109,6 +110,16 @@ def _rewards(cfg: RunSections) -> Iterator[_Problem]:
             "reward.format_rules",
             f"{len(reward.format_rules)} rules without effect under rl.reward_shaping = none; {remedy}",
         )
+
+
+def _reward_models(cfg: RunSections) -> Iterator[_Problem]:
+    reward = cfg.reward
+    if reward.weights and reward.function.startswith(REWARD_MODEL):
+        yield "reward.weights", f"{dict(reward.weights)} while a reward model has no named parts; remove it"
+    if reward.model_quantize != "none" and not reward.model_directories:
+        yield "reward.model_quantize", f"{reward.model_quantize} while no part of the reward is a model's; leave it out"
+    if reward.model_directories and cfg.run.ranks > 1:
+        yield "run.ranks", f"{cfg.run.ranks} while a reward model is asked on one rank; set it to 1"
 
 
 def config_warnings(cfg: RunSections) -> list[str]:

@@ -19,6 +19,10 @@ _GYM = re.compile(r"reasoning_gym:[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"(sums|products)(:[0-9]{1,7})?")
 
 
+REWARD_MODEL = "model:"
+"""Begins the name of a reward model; its directory follows."""
+
+
 def _reward_function(value: str) -> str:
     match = _FILE_FUNCTION.fullmatch(value)
     if match:
@@ -27,6 +31,8 @@ def _reward_function(value: str) -> str:
         return "tithe.rewards.tool_use:score"
     if value == "code":
         return "tithe.rewards.code:score"
+    if value.startswith(REWARD_MODEL) and value != REWARD_MODEL:
+        return f"{REWARD_MODEL}{absolute_path(value.removeprefix(REWARD_MODEL))}"
     if value in ("math", "symbolic_math") or _FUNCTION.fullmatch(value):
         return value
     raise ValueError("is neither `math` nor a function")
@@ -126,7 +132,9 @@ class FormatRule(Section):
 RewardFunction = Annotated[
     str,
     Field(
-        json_schema_extra={"allowed": "math, symbolic_math, code, tool_use, module:function, or path/file.py:function"}
+        json_schema_extra={
+            "allowed": "math, symbolic_math, model:DIR, code, tool_use, module:function, or path/file.py:function"
+        }
     ),
     AfterValidator(_reward_function),
 ]
@@ -139,7 +147,7 @@ class RewardPart(Section):
     """Under which the pool keeps it."""
 
     function: RewardFunction
-    """A Python function as in `reward.function`; its named parts are summed."""
+    """As `reward.function`, but not `math` or `symbolic_math`; a Python function's named parts are summed."""
 
     kind: Literal["rule", "shaping", "model"] = "shaping"
     """`rule`: a hard constraint, met when it gives more than 0. `shaping`: paid always, but not under
@@ -160,7 +168,8 @@ class RewardSettings(Section):
     fractions, lists. `symbolic_math` also compares formulas, sets, intervals, equations and matrices, by two graders
     that must agree (extra `math`). `code` runs the reply's program against the tests of the answer column in the
     sandbox (docs/sandbox.md). `tool_use` pays for the right tool, valid arguments and the result (docs/rewards.md).
-    Otherwise a Python function `f(item, text, **info)` that returns a number, named parts,
+    `model:DIR` asks a reward model: a directory that `tithe reward-model` wrote for this base, or a sequence
+    classifier's (safetensors). Otherwise a Python function `f(item, text, **info)` that returns a number, named parts,
     or None to abstain; it runs with your rights and is not sandboxed."""
 
     weights: Annotated[dict[str, float], Field(json_schema_extra={"allowed": "{part: weight}"})] | None = None
@@ -169,6 +178,10 @@ class RewardSettings(Section):
 
     parts: Annotated[tuple[RewardPart, ...], as_tuple] = ()
     """List of `{name, function, kind, weight}`: what is added to `function`'s reward, by its kind."""
+
+    model_quantize: Literal["none", "int4"] = "none"
+    """How the blocks of a classifier in `model:DIR` are packed, as `model.quantize`. A reward model on the run's own
+    base reads that base as it is held."""
 
     normalise: Literal["none", "running"] | Annotated[tuple[float, float], as_tuple] = Field(
         default="none", json_schema_extra={"allowed": "none, running, or [low, high]"}
@@ -209,8 +222,16 @@ class RewardSettings(Section):
 
     @property
     def uses_learned_model(self) -> bool:
-        """Whether a learned model judges, alone or among others: `rl.kl_coef` has another default then."""
-        return self.function.rpartition(":")[2] == "model" or any(part.kind == "model" for part in self.parts)
+        """Whether a learned model judges, alone or among others, ours or a user's function of that name or kind:
+        `rl.kl_coef` has another default then."""
+        named = self.function.rpartition(":")[2] == "model"
+        return named or bool(self.model_directories) or any(part.kind == "model" for part in self.parts)
+
+    @property
+    def model_directories(self) -> tuple[str, ...]:
+        """Those of all reward models, each once."""
+        functions = (self.function, *(part.function for part in self.parts))
+        return tuple(dict.fromkeys(f.removeprefix(REWARD_MODEL) for f in functions if f.startswith(REWARD_MODEL)))
 
 
 class TaskSettings(Section):

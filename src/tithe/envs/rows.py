@@ -79,6 +79,14 @@ def read_objects(rows: Iterable[Any], columns: Columns, source: str) -> ReadRows
     return _collect(((f"{source} row {number}", row) for number, row in enumerate(rows, start=1)), columns, source)
 
 
+def read_question(row: Mapping[str, Any], columns: Columns) -> PromptItem | str:
+    """One row as a prompt whose id is still open, or why it is none."""
+    try:
+        return _item(row, columns)
+    except _BrokenRow as error:
+        return str(error)
+
+
 def require_whole(read: ReadRows, *, strict: bool) -> None:
     """In strict mode, a broken row is a `DataError` that shows the first five."""
     if strict and read.broken:

@@ -17,7 +17,17 @@ from tithe.errors import ConfigError
 from tithe.rewards.composition import Contribution, compose
 from tithe.rewards.functions import load_function
 from tithe.rewards.math_reward import Verdict, judge
-from tithe.rewards.spec import BUILT_IN, KEY, MATH, SYMBOLIC_MATH, RewardResult, RewardSpec
+from tithe.rewards.spec import (
+    BUILT_IN,
+    KEY,
+    MATH,
+    SYMBOLIC_MATH,
+    ModelScore,
+    PartSpec,
+    RewardResult,
+    RewardSpec,
+    is_model,
+)
 from tithe.rewards.symbolic import Judgement, preload, verify, verify_plain
 
 if TYPE_CHECKING:  # numpy is not needed to judge
@@ -41,6 +51,14 @@ _REASONS: Final = {
 }
 
 
+SCORES: Final = "model_scores"
+"""Key of `info` under which the reward models' `[value, grader]` travel to a worker, by function. No user's function
+sees it."""
+
+_OWN_PART: Final = "model"
+"""The part of a reward model that is the reward's main function."""
+
+
 class Grader:
     """Judges by one spec. Not thread-safe (it owns an event loop for async functions).
 
@@ -52,59 +70,87 @@ class Grader:
         self._spec = spec
         self._rules = [(re.compile(rule.pattern), rule.weight) for rule in spec.format_rules]
         self._runner = _Runner()
-        self._main = None if spec.function in BUILT_IN else _Function(spec.function, spec.weights, self._runner)
-        self._parts = {part.name: _Function(part.function, {}, self._runner) for part in spec.parts}
+        is_own = spec.function in BUILT_IN or is_model(spec.function)
+        self._main = None if is_own else _Function(spec.function, spec.weights, self._runner)
+        parts = [part for part in spec.parts if not is_model(part.function)]
+        self._parts = {part.name: _Function(part.function, {}, self._runner) for part in parts}
         self.version = _version(spec) if self._main is None else self._main.version
         if spec.function == SYMBOLIC_MATH:
             preload()
 
     def grade(self, item: PromptItem, text: str, info: Mapping[str, Any]) -> RewardResult:
-        """Judge `text` as an answer to `item`. `info` reaches a user's function as far as that names it."""
+        """Judge `text` as an answer to `item`. `info` reaches a user's function as far as that names it; what the
+        reward models said is in it under `SCORES`."""
+        scores = {function: ModelScore(*said) for function, said in info.get(SCORES, {}).items()}
+        info = {name: value for name, value in info.items() if name != SCORES}
+        grader = _graders(self.version, scores)
         facts: dict[str, float] = {}
         reason = ""
         if self._main is None:
-            judged = _judge(self._spec, item, text)
+            judged = _judge(self._spec, item, text, scores)
             if isinstance(judged, RewardResult):
                 return judged
             main, facts, reason = judged
         else:
             parts, reason = self._main(item, text, info)
             if not parts:
-                why = reason or f"{self._spec.function} abstained"
-                return RewardResult(None, reason=why, grader=self.version)
+                return RewardResult(None, reason=reason or f"{self._spec.function} abstained", grader=grader)
             main = Contribution("rule", parts, math.fsum(parts.values()) > 0)
         contributions = {"": main}
         for part in self._spec.parts:
+            if is_model(part.function):
+                contributions[part.name] = _guidance(part, scores)
+                continue
             given, why = self._parts[part.name](item, text, info)
             if not given:
-                return RewardResult(None, reason=why or f"{part.function} abstained", grader=self.version)
+                return RewardResult(None, reason=why or f"{part.function} abstained", grader=grader)
             value = math.fsum(given.values())
             contributions[part.name] = Contribution(part.kind, {part.name: part.weight * value}, value > 0)
         for number, (pattern, weight) in enumerate(self._rules, start=1):
             found = {f"format.{number}": weight if pattern.search(text) else 0.0}
             contributions[f"format.{number}"] = Contribution("shaping", found)
-        return compose(self._spec, contributions, facts=facts, reason=reason, grader=self.version)
+        return compose(self._spec, contributions, facts=facts, reason=reason, grader=grader)
 
 
-def grade_at_once(spec: RewardSpec, item: PromptItem, text: str) -> RewardResult | None:
-    """The result where it is linear in the text and calls nobody's code; None for all else. From any thread."""
+def grade_at_once(
+    spec: RewardSpec, item: PromptItem, text: str, scores: Mapping[str, ModelScore] | None = None
+) -> RewardResult | None:
+    """The result where it is linear in the text and calls nobody's code; None for all else. From any thread. `scores`
+    is what the spec's reward models said, by function."""
     if not spec.is_simple:
         return None
+    scores = scores or {}
     if spec.function == SYMBOLIC_MATH:
         judgement = verify_plain(item.answer, text)
         if judgement is None:
             return None
         judged = _verdict(spec, judgement)
     else:
-        judged = _judge(spec, item, text)
+        judged = _judge(spec, item, text, scores)
     if isinstance(judged, RewardResult):
         return judged
     main, facts, reason = judged
-    return compose(spec, {"": main}, facts=facts, reason=reason, grader=_version(spec))
+    contributions = {"": main, **{part.name: _guidance(part, scores) for part in spec.parts}}
+    return compose(spec, contributions, facts=facts, reason=reason, grader=_graders(_version(spec), scores))
 
 
-def _judge(spec: RewardSpec, item: PromptItem, text: str) -> RewardResult | tuple[Contribution, dict[str, float], str]:
-    """The verdict of a built-in function."""
+def _guidance(part: PartSpec, scores: Mapping[str, ModelScore]) -> Contribution:
+    """What a reward model adds as a part."""
+    value = scores[part.function].value
+    return Contribution(part.kind, {part.name: part.weight * value}, value > 0)
+
+
+def _graders(version: str, scores: Mapping[str, ModelScore]) -> str:
+    """Everybody who judged, each with a version."""
+    return ", ".join(dict.fromkeys(name for name in (version, *(score.grader for score in scores.values())) if name))
+
+
+def _judge(
+    spec: RewardSpec, item: PromptItem, text: str, scores: Mapping[str, ModelScore]
+) -> RewardResult | tuple[Contribution, dict[str, float], str]:
+    """The verdict of a built-in function, or what a reward model said."""
+    if is_model(spec.function):
+        return Contribution("model", {_OWN_PART: scores[spec.function].value}), {}, ""
     if spec.function == SYMBOLIC_MATH:
         return _verdict(spec, verify(item.answer, text))
     verdict = judge(item.answer, text)
@@ -123,7 +169,8 @@ def _verdict(spec: RewardSpec, judgement: Judgement) -> RewardResult | tuple[Con
 
 
 def _version(spec: RewardSpec) -> str:
-    return f"{spec.function}@{VERSIONS[spec.function]}"
+    """Of a built-in function; a reward model brings its own."""
+    return "" if is_model(spec.function) else f"{spec.function}@{VERSIONS[spec.function]}"
 
 
 class _Runner:

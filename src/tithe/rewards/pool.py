@@ -11,6 +11,7 @@ judged in the calling thread.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -22,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from tithe.errors import ConfigError, DataError, Failure, FailureCause
-from tithe.rewards.grading import grade_at_once
+from tithe.errors import ConfigError, DataError, Failure, FailureCause, RolloutFailure, boundary
+from tithe.rewards.grading import SCORES, grade_at_once
 from tithe.rewards.process import GRACE_S, WorkerProcess
-from tithe.rewards.spec import KEY, MATH, SYMBOLIC_MATH, RewardResult, RewardSpec
+from tithe.rewards.spec import KEY, SYMBOLIC_MATH, ModelScore, RewardModel, RewardResult, RewardSpec
 from tithe.rewards.symbolic import require
 from tithe.rewards.wire import pack
 
@@ -62,6 +63,8 @@ class RewardPool:
         in_process: bool = True,
     ) -> None:
         self._spec = spec
+        self.models: Mapping[str, RewardModel] = {}
+        """The reward models that `spec` names, by function: set before the first text is judged."""
         self._n_workers = workers
         self._timeout_s = timeout_s
         self._memory_mib = memory_mib
@@ -77,25 +80,46 @@ class RewardPool:
         self._is_closed = False
 
     async def score(self, item: PromptItem, text: str, info: Mapping[str, Any] | None = None) -> RewardResult:
-        """Judge `text` as an answer to `item`; `info` (`finish`, `token_ids`) reaches functions that ask for it."""
-        return await asyncio.wrap_future(self.submit(item, text, info))
+        """Judge `text` as an answer to `item`; `info` (`finish`, `token_ids`) reaches functions that ask for it. Reward
+        models are asked first; one that fails or gives no finite number makes an abstention with that failure."""
+        began_s = time.perf_counter()
+        scores: dict[str, ModelScore] = {}
+        for function in self._spec.models:
+            model = self.models[function]
+            with boundary(FailureCause.REWARD) as slot:
+                value = await asyncio.wrap_future(model.ask(item, text))
+                if not math.isfinite(value):
+                    raise RolloutFailure(FailureCause.REWARD, f"the reward model gave {value}")
+                scores[function] = ModelScore(value, model.grader)
+            if slot.failure is not None:
+                failed = RewardResult(None, reason=slot.failure.message, failure=slot.failure, grader=model.grader)
+                return self._counted(failed).timed(time.perf_counter() - began_s)
+        return await asyncio.wrap_future(self.submit(item, text, info, scores))
 
-    def submit(self, item: PromptItem, text: str, info: Mapping[str, Any] | None = None) -> Future[RewardResult]:
-        """As `score`, for threads: never blocks on a worker. Raises `DataError` for a row that JSON cannot carry."""
+    def submit(
+        self,
+        item: PromptItem,
+        text: str,
+        info: Mapping[str, Any] | None = None,
+        scores: Mapping[str, ModelScore] | None = None,
+    ) -> Future[RewardResult]:
+        """As `score`, for threads: never blocks on a worker. `scores` is what the spec's reward models said, by
+        function. Raises `DataError` for a row that JSON cannot carry."""
         future: Future[RewardResult] = Future()
         result = None
         began_s = time.perf_counter()
         if self._in_process and len(text) <= _MAX_IN_PROCESS_CHARS:
-            result = grade_at_once(self._spec, item, text)
+            result = grade_at_once(self._spec, item, text, scores)
         if result is not None:
             self._finish(future, result, began_s)
         else:
-            self._queue(_Job(_payload(item, text, info or {}), future))
+            said = {function: [score.value, score.grader] for function, score in (scores or {}).items()}
+            self._queue(_Job(_payload(item, text, {**(info or {}), **({SCORES: said} if said else {})}), future))
         return future
 
     def check(self) -> None:
         """Start a worker and load the function, as early proof. Raises `ConfigError`; blocks until it is loaded."""
-        if not (self._in_process and self._spec.function == MATH):
+        if not (self._in_process and self._spec.function != SYMBOLIC_MATH):
             future: Future[RewardResult] = Future()
             self._queue(_Job(None, future))
             future.result()
@@ -211,10 +235,14 @@ class RewardPool:
             self._finish(future, result, began_s)
 
     def _finish(self, future: Future[RewardResult], result: RewardResult, began_s: float | None = None) -> None:
+        self._counted(result)
+        future.set_result(result if began_s is None else result.timed(time.perf_counter() - began_s))
+
+    def _counted(self, result: RewardResult) -> RewardResult:
         with self._lock:
             self._counts["abstained" if result.value is None else "scored"] += 1
             self._counts["failed"] += result.failure is not None
-        future.set_result(result if began_s is None else result.timed(time.perf_counter() - began_s))
+        return result
 
 
 def _closed() -> RewardResult:

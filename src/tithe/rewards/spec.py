@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -11,7 +12,7 @@ from tithe.rewards.diversity import unpenalised
 
 if TYPE_CHECKING:  # workers do without the configuration's schema
     from tithe.config.sampling import RewardSettings
-    from tithe.types import Rollout
+    from tithe.types import PromptItem, Rollout
 
 KEY = "reward.function"
 
@@ -31,6 +32,36 @@ MATH, SYMBOLIC_MATH = "math", "symbolic_math"
 
 BUILT_IN = (MATH, SYMBOLIC_MATH)
 """Functions that compare with the answer column and give verdicts, which `right`, `wrong` and `unreadable` pay."""
+
+
+MODEL = "model:"
+"""Begins the name of a reward model; its directory follows."""
+
+
+def is_model(function: str) -> bool:
+    """Whether a function of a spec is a reward model, which is asked in the main process and not by workers."""
+    return function.startswith(MODEL)
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """What a reward model said of one completion; `grader` names it with a version.
+
+    >>> ModelScore(0.25, "model@1a2b3c4d").value
+    0.25
+    """
+
+    value: float
+    grader: str
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward model as the rewards know it. `ask` never blocks; its future fails with `RolloutFailure`, or holds a
+    number that may be NaN."""
+
+    ask: Callable[[PromptItem, str], Future[float]]
+    grader: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +99,14 @@ class RewardSpec:
     def is_simple(self) -> bool:
         """Whether judging calls nobody's code and searches nobody's pattern: what of it is linear in the text may run
         in this process."""
-        return self.function in BUILT_IN and not self.format_rules and not self.parts
+        parts_are_models = all(is_model(part.function) for part in self.parts)
+        return (self.function in BUILT_IN or is_model(self.function)) and not self.format_rules and parts_are_models
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The reward models it names, each once."""
+        functions = (self.function, *(part.function for part in self.parts))
+        return tuple(dict.fromkeys(function for function in functions if is_model(function)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""

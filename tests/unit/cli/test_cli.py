@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +33,8 @@ class FakeBuild(types.ModuleType):
         for name in FUNCTIONS:
             setattr(self, name, self._recorder(name))
 
-    def _recorder(self, name):
-        def call(*arguments):
+    def _recorder(self, name: Any):
+        def call(*arguments: Any):
             self.calls.append((name, *arguments))
             print("a stray print")
             if isinstance(self.ending, BaseException):
@@ -44,7 +45,7 @@ class FakeBuild(types.ModuleType):
 
 
 @pytest.fixture
-def build(monkeypatch, tmp_path):
+def build(monkeypatch: Any, tmp_path: Any):
     fake = FakeBuild()
     monkeypatch.setitem(sys.modules, "tithe.build", fake)
     monkeypatch.chdir(tmp_path)
@@ -52,26 +53,28 @@ def build(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def run_file(tmp_path):
+def run_file(tmp_path: Any):
     path = tmp_path / "sums.yaml"
     path.write_text("optimizer: {lr: 2e-5}\n")
     return path
 
 
 @pytest.fixture
-def run_dir(tmp_path):
+def run_dir(tmp_path: Any):
     directory = tmp_path / "old"
     directory.mkdir()
     (directory / CONFIG_FILE).write_text(dump_resolved(load_config(None)))
     return directory
 
 
-def one_line(text):
+def one_line(text: Any):
     (line,) = text.splitlines()
     return json.loads(line)
 
 
-def test_each_command_calls_its_build_function_with_the_documented_arguments(build, run_file, run_dir, tmp_path):
+def test_each_command_calls_its_build_function_with_the_documented_arguments(
+    build: Any, run_file: Any, run_dir: Any, tmp_path: Any
+):
     change = "run.max_steps=7"
     cfg = load_config(run_file, [change])
     expected = {
@@ -108,11 +111,18 @@ def test_each_command_calls_its_build_function_with_the_documented_arguments(bui
         build.calls.clear()
         assert main(arguments) == 0
         assert build.calls == [call]
-    without_build = {"inspect", "simulate", "plan", "compare", "verify"}
+    without_build = {
+        "inspect",
+        "simulate",
+        "plan",
+        "compare",
+        "verify",
+        "reward-model",
+    }  # the last has tests of its own
     assert {arguments[0] for arguments in expected} == set(HANDLERS) - without_build
 
 
-def test_json_is_one_line_on_standard_output_and_all_else_is_on_error(build, run_file, capfd):
+def test_json_is_one_line_on_standard_output_and_all_else_is_on_error(build: Any, run_file: Any, capfd: Any):
     build.ending = {
         "text": "for people",
         "path": Path("x"),
@@ -127,7 +137,7 @@ def test_json_is_one_line_on_standard_output_and_all_else_is_on_error(build, run
     assert "tithe: warning: lora.dropout = 0.5" in err
 
 
-def test_even_file_descriptor_one_is_kept_clean(build, run_file, capfd):
+def test_even_file_descriptor_one_is_kept_clean(build: Any, run_file: Any, capfd: Any):
     build.check = lambda cfg: subprocess.run(["echo", "from a child"], check=True) and {"ok": True}
     assert main(["check", "--json", str(run_file)]) == 0
     out, err = capfd.readouterr()
@@ -137,7 +147,7 @@ def test_even_file_descriptor_one_is_kept_clean(build, run_file, capfd):
     assert capfd.readouterr().out == "afterwards\n"
 
 
-def test_people_get_the_text_or_the_keys(build, run_file, capsys):
+def test_people_get_the_text_or_the_keys(build: Any, run_file: Any, capsys: Any):
     build.ending = {"text": "before 0.1 → after 0.9", "after": 0.9}
     main(["train", str(run_file)])
     assert capsys.readouterr().out.splitlines()[-1] == "before 0.1 → after 0.9"
@@ -157,7 +167,9 @@ def test_people_get_the_text_or_the_keys(build, run_file, capsys):
         (ModuleNotFoundError("No module named 'torch'", name="torch.nn"), 2, "pip install 'tithe[train]'"),
     ],
 )
-def test_every_ending_has_one_exit_code_one_message_and_no_traceback(build, run_file, capfd, ending, code, message):
+def test_every_ending_has_one_exit_code_one_message_and_no_traceback(
+    build: Any, run_file: Any, capfd: Any, ending: Any, code: Any, message: Any
+):
     build.ending = ending
     assert main(["check", str(run_file)]) == code
     out, err = capfd.readouterr()
@@ -176,7 +188,9 @@ def test_every_ending_has_one_exit_code_one_message_and_no_traceback(build, run_
     "ending",
     [ZeroDivisionError("a fault"), OSError(errno.EBADF, "bad"), ModuleNotFoundError("No module named 'x'", name="x")],
 )
-def test_a_fault_of_tithe_keeps_its_traceback_and_still_answers_in_one_line(build, run_file, capfd, ending):
+def test_a_fault_of_tithe_keeps_its_traceback_and_still_answers_in_one_line(
+    build: Any, run_file: Any, capfd: Any, ending: Any
+):
     build.ending = ending
     with pytest.raises(type(ending)):
         main(["check", str(run_file), "--json"])
@@ -198,7 +212,7 @@ def test_a_fault_of_tithe_keeps_its_traceback_and_still_answers_in_one_line(buil
         ["sample", "dir"],
     ],
 )
-def test_usage_errors_exit_with_two_and_import_nothing(build, capfd, arguments):
+def test_usage_errors_exit_with_two_and_import_nothing(build: Any, capfd: Any, arguments: Any):
     assert main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -225,7 +239,9 @@ def test_usage_errors_exit_with_two_and_import_nothing(build, capfd, arguments):
         (["demo", "run.max_steps=0"], "run.max_steps = 0"),
     ],
 )
-def test_bad_input_is_one_clear_message_before_anything_is_built(build, run_file, run_dir, capsys, arguments, message):
+def test_bad_input_is_one_clear_message_before_anything_is_built(
+    build: Any, run_file: Any, run_dir: Any, capsys: Any, arguments: list[str], message: str
+):
     named = {"RUN": str(run_file), "DIR": str(run_dir)}
     before = sorted(Path.cwd().rglob("*"))
     assert main([named.get(text, text) for text in arguments]) == 2
@@ -236,13 +252,15 @@ def test_bad_input_is_one_clear_message_before_anything_is_built(build, run_file
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_overrides_may_stand_on_both_sides_of_options(build, run_file):
+def test_overrides_may_stand_on_both_sides_of_options(build: Any, run_file: Any):
     main(["train", str(run_file), "run.seed=1", "--json", "run.seed=2", "lora.r=4"])
     ((_, cfg, _),) = build.calls
     assert (cfg.run.seed, cfg.lora.r) == (2, 4)
 
 
-def test_dry_run_prints_a_run_file_and_builds_nothing(build, run_file, run_dir, tmp_path, capsys):
+def test_dry_run_prints_a_run_file_and_builds_nothing(
+    build: Any, run_file: Any, run_dir: Any, tmp_path: Any, capsys: Any
+):
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", str(run_file), "--dry-run", "lora.dropout=0.5"]) == 0
     out, err = capsys.readouterr()
@@ -263,14 +281,14 @@ def test_dry_run_prints_a_run_file_and_builds_nothing(build, run_file, run_dir, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_dry_run_as_json_holds_configuration_and_warnings(build, capfd):
+def test_dry_run_as_json_holds_configuration_and_warnings(build: Any, capfd: Any):
     assert main(["demo", "--dry-run", "--json", "rollout.top_p=0.5"]) == 0
     answer = one_line(capfd.readouterr().out)
     assert answer["config"] == demo_config(["rollout.top_p=0.5"]).model_dump(mode="json")
     assert len(answer["warnings"]) == 1
 
 
-def test_a_taken_run_directory_gets_a_number_unless_it_was_given(build, run_file, tmp_path, capsys):
+def test_a_taken_run_directory_gets_a_number_unless_it_was_given(build: Any, run_file: Any, tmp_path: Any, capsys: Any):
     used = tmp_path / "runs" / "sums"
     used.mkdir(parents=True)
     main(["train", str(run_file)])
@@ -287,7 +305,7 @@ def test_a_taken_run_directory_gets_a_number_unless_it_was_given(build, run_file
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
-def test_help_and_version_succeed(arguments, capsys):
+def test_help_and_version_succeed(arguments: Any, capsys: Any):
     if arguments == ["--version"]:
         assert main(arguments) == 0
     else:
@@ -297,7 +315,7 @@ def test_help_and_version_succeed(arguments, capsys):
     assert "tithe" in capsys.readouterr().out
 
 
-def test_help_needs_the_standard_library_alone_and_a_dry_run_no_torch(run_file):
+def test_help_needs_the_standard_library_alone_and_a_dry_run_no_torch(run_file: Any):
     code = f"""
 import sys
 from tithe.cli.main import main
@@ -313,7 +331,7 @@ assert not [name for name in ("numpy", "torch", "transformers", "numba", "tithe.
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=run_file.parent, env=ENVIRONMENT)
 
 
-def test_a_reader_that_goes_away_is_no_traceback(run_file):
+def test_a_reader_that_goes_away_is_no_traceback(run_file: Any):
     run = f"{sys.executable} -m tithe.cli train {run_file} --dry-run"
     command = f"(sleep 0.1; {run}) | true; echo ${{PIPESTATUS[0]}}"
     # The writer starts late, so that its reader has gone before the first byte.
@@ -331,7 +349,7 @@ def test_plain_values_are_json_types_and_others_a_fault():
 @pytest.mark.parametrize(
     "options", [("--ranks", "4,x"), ("--ranks", "0"), ("--ranks", "4,4"), ("--steps", "0"), ("--full-lr", "-1")]
 )
-def test_capacity_refuses_numbers_that_mean_nothing(build, run_file, capsys, options):
+def test_capacity_refuses_numbers_that_mean_nothing(build: Any, run_file: Any, capsys: Any, options: Any):
     assert main(["capacity", str(run_file), *options]) == 2
     assert options[0] in capsys.readouterr().err
     assert build.calls == []
