@@ -92,10 +92,12 @@ def test_a_wrong_name_exits_with_2_and_the_nearest(capsys: pytest.CaptureFixture
 
 def test_serving_and_training_alone():
     served = plan("kimi-k2", "8xB200", base="int4", phase="rollout", tp=8, sequences=64, prompt=1024, new=1024)
+    assert set(KEYS) <= served.keys()
     assert served["context_tokens"] == 2048
     assert served["per_gpu_bytes"]["optimizer"] == served["per_gpu_bytes"]["activations"] == 0
     assert served["step_seconds"]["update"] == 0
     trained = plan("kimi-k2", "8xB200", base="int4", phase="train", context=2048, lora_targets=("attention",))
+    assert set(KEYS) <= trained.keys()
     assert trained["per_gpu_bytes"]["kv_cache"] == 0
     assert trained["step_seconds"]["sample"] == 0
     assert trained["step_seconds"]["update"] > 0
