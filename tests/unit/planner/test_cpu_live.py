@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,15 @@ from tithe.planner.cpu_weights import adapter_numbers, backward_adapter_bytes, b
 from tithe.quant import kernel_threads
 
 PROMPT, NEW, SAMPLES, R = 20, 12, 4, 5  # a rank is made even
+
+
+@pytest.fixture(autouse=True)
+def nothing_older() -> Iterator[None]:
+    """What was there before is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def storages() -> dict[int, int]:
