@@ -52,6 +52,7 @@ class GroupPool:
         self._next_id = 0
         self._cursor = 0
         self._counts: Counter[GroupState] = Counter()
+        self._rollouts: Counter[GroupState] = Counter()
         self._ready: dict[int, Group] = {}
 
     @property
@@ -69,6 +70,25 @@ class GroupPool:
         """Groups in the batch that is trained."""
         return self._counts[GroupState.LEASED]
 
+    @property
+    def running_rollouts(self) -> int:
+        """Of groups that run."""
+        return self._rollouts[GroupState.RUNNING]
+
+    @property
+    def waiting_rollouts(self) -> int:
+        """Of READY groups."""
+        return self._rollouts[GroupState.READY]
+
+    @property
+    def outstanding_rollouts(self) -> int:
+        """Of groups that run, wait or are leased."""
+        return self.running_rollouts + self.waiting_rollouts + self._rollouts[GroupState.LEASED]
+
+    def _count(self, state: GroupState, group: Group, by: int) -> None:
+        self._counts[state] += by
+        self._rollouts[state] += by * group.shape.size
+
     def admit(self, draw: Callable[[int, int], Shape], serial: int, now_s: float) -> Group:
         """Begin the group of the next prompt: one that was put back, else a new one. `draw` makes a shape of prompt and
         group id."""
@@ -77,7 +97,7 @@ class GroupPool:
         group_id = self._next_id if again is None else again
         self._next_id += again is None
         group = self.groups[group_id] = Group(group_id, prompt, draw(prompt, group_id), serial, now_s)
-        self._counts[GroupState.RUNNING] += 1
+        self._count(GroupState.RUNNING, group, 1)
         return group
 
     def commit(self, group: Group) -> None:
@@ -121,7 +141,7 @@ class GroupPool:
         given_up = [group for group in self.groups.values() if group.state is GroupState.RUNNING]
         for group in given_up:
             del self.groups[group.group_id]
-            self._counts[GroupState.RUNNING] -= 1
+            self._count(GroupState.RUNNING, group, -1)
         again = sorted(((group.prompt, group.group_id) for group in given_up), key=lambda pair: -pair[1])
         self._put_back.extendleft(again)
         replayed = 0
@@ -130,8 +150,8 @@ class GroupPool:
                 self._move(group, REQUEUE)
             elif group.state is GroupState.TRAINED and (group.batch_serial or 0) > checkpoint_serial:
                 group.state = GroupState.READY
-                self._counts[GroupState.TRAINED] -= 1
-                self._counts[GroupState.READY] += 1
+                self._count(GroupState.TRAINED, group, -1)
+                self._count(GroupState.READY, group, 1)
                 self._ready[group.group_id] = group
                 replayed += 1
         self.left["trained"] -= replayed
@@ -141,8 +161,8 @@ class GroupPool:
     def _move(self, group: Group, move: Move) -> None:
         if group.state not in move.sources:
             raise PoolError(f"group {group.group_id} is {group.state} and cannot be {move.name}")
-        self._counts[group.state] -= 1
-        self._counts[move.target] += 1
+        self._count(group.state, group, -1)
+        self._count(move.target, group, 1)
         if group.state is GroupState.READY:
             del self._ready[group.group_id]
         if move.target is GroupState.READY:

@@ -2,7 +2,7 @@
 
 consumes      groups by number; the served version
 produces      READY groups, and rejected ones of which nothing can be used
-waits for     room (`may_start_group`, `buffer`, `max_running`); engine, tools and reward workers of groups that run
+waits for     room (`room_for_rollouts`, `buffer`, `max_running`); engine, tools and reward workers of groups that run
 unblocked by  a version confirmed, a batch leased, groups dropped, a rollout that ends
 """
 
@@ -23,7 +23,7 @@ from tithe.simulator.scenario import Sample, Scenario
 from tithe.simulator.serving import LiveVersions
 from tithe.simulator.shapes import draw_shape
 from tithe.simulator.signals import Signal
-from tithe.staleness import may_start_group
+from tithe.staleness import fit_group, room_for_rollouts
 
 
 @dataclass(eq=False)
@@ -61,37 +61,38 @@ class RolloutLoop:
 
     def _admit(self) -> Process:
         while True:
-            while (reason := self._held_back_by()) is None:
-                self._env.process(self._play_group())
+            while isinstance(size := self._next_size(), int):
+                self._env.process(self._play_group(size))
                 yield self._env.timeout(0)  # the group submits its requests before the next one is admitted
             began_s = self._env.now
             yield self._room.wait()
-            self._ledger.seconds[f"held_back_by_{reason}"] += self._env.now - began_s
+            self._ledger.seconds[f"held_back_by_{size}"] += self._env.now - began_s
 
-    def _held_back_by(self) -> str | None:
-        """What keeps the next group from starting; None when it may."""
-        scenario, bounds, served = self._scenario, self._scenario.bounds, self._versions.served
-        size = bounds.group_size
+    def _next_size(self) -> int | str:
+        """Rollouts of the next group, or what keeps it from starting. Its phase is that of the batch it is for."""
+        scenario, pool, served = self._scenario, self._pool, self._versions.served
         if served is None:
             return "first_version"
+        batch_rollouts, running = scenario.bounds.batch_rollouts, pool.running_rollouts
+        admitted = pool.serial * batch_rollouts + pool.outstanding_rollouts
+        room = room_for_rollouts(scenario.bounds, accepted=admitted - running, running=running, served_serial=served)
+        in_batch = batch_rollouts - admitted % batch_rollouts
+        size = fit_group(scenario.group_size(admitted // batch_rollouts), in_batch, 1)
         if self._unfinished and self._unfinished + size > scenario.max_running:
             return "max_running"
-        pool = self._pool
-        running = pool.running * size
-        accepted = pool.serial * bounds.batch_rollouts + (pool.waiting + pool.leased) * size
-        if not may_start_group(bounds, accepted=accepted, running=running, served_serial=served):
+        if room < size:
             return "staleness"
-        return "buffer" if running + pool.waiting * size + size > scenario.buffer else None
+        return "buffer" if running + pool.waiting_rollouts + size > scenario.buffer else size
 
-    def _play_group(self) -> Process:
+    def _play_group(self, size: int) -> Process:
         scenario, pool = self._scenario, self._pool
         version = self._versions.acquire()
         binds = scenario.on_publish == "finish"
         if not binds:
             self._versions.release(version)
-        group = pool.admit(partial(draw_shape, scenario), version, self._env.now)
+        group = pool.admit(partial(draw_shape, scenario, size), version, self._env.now)
         self._ledger.counts["admitted"] += 1
-        self._unfinished += scenario.bounds.group_size
+        self._unfinished += size
         ends: list[_Ending] = []
         plays = [
             self._env.process(self._play(group, number, sample, version if binds else None, ends))
@@ -122,10 +123,10 @@ class RolloutLoop:
             self._failed_in_a_row = 0
             self._pool.commit(group)
         else:
-            self._failed_in_a_row += 1
+            self._failed_in_a_row += group.shape.size
             self._pool.reject(group)
-            if self._failed_in_a_row >= self._scenario.failed_batches * self._scenario.bounds.groups_per_batch:
-                raise RunError(f"{self._failed_in_a_row} groups in a row failed as a whole")
+            if self._failed_in_a_row >= self._scenario.failed_batches * self._scenario.bounds.batch_rollouts:
+                raise RunError(f"{self._failed_in_a_row} rollouts in a row are in groups that failed as a whole")
         self._room.fire()
         self._done.fire()
 

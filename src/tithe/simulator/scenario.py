@@ -139,7 +139,8 @@ class Workload:
 class Scenario:
     """One simulation. Sizes as in the configuration: `max_running` (`engine.max_running`) counts sequences of all
     engines, `prefill_tokens` is per engine and tick, `buffer` and `bounds` count rollouts; `reward_workers` None judges
-    without queueing.
+    without queueing. `group_sizes` are the phases of a schedule: (first batch, samples of a prompt) in order; without
+    them `bounds` says how many.
 
     `commit_s` is what the rollout loop does on the processor for each group (durable commit), `lease_s` the train loop
     for each batch before it is trained, `between_s` after its publication (metrics), `checkpoint_s` for a checkpoint.
@@ -166,6 +167,7 @@ class Scenario:
     commit_s: float = 0.0
     steps: int = 50
     seed: int = 0
+    group_sizes: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         bounds = self.bounds
@@ -176,6 +178,11 @@ class Scenario:
             )
         if self.max_running < 1 or self.prefill_tokens < 1 or self.micro_batch_tokens < 1 or self.steps < 1:
             raise ConfigError("in-flight sequences, prefill tokens, micro-batch tokens and steps must be at least 1")
+
+    def group_size(self, batch: int) -> int:
+        """Samples of a prompt that is admitted for a batch, the first being 0."""
+        sizes = [size for first, size in self.group_sizes if first <= batch]
+        return sizes[-1] if sizes else self.bounds.group_size
 
     @property
     def mode(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tithe.config import RunConfig
+from tithe.config import RunConfig, schedule_of
 from tithe.simulator.costs import WorkCosts
 from tithe.simulator.draws import Clipped
 from tithe.simulator.measured import Measurement
@@ -30,6 +30,7 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
     The plain math reward is judged without a worker; every other function is judged by `reward.workers`, under
     `reward.timeout_s`.
     """
+    phases = schedule_of(cfg)
     in_process = cfg.reward.function == "math" and not cfg.reward.format_rules
     workload = replace(
         workload,
@@ -52,6 +53,9 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
         checkpoint_every=cfg.run.checkpoint_every,
         steps=steps,
         seed=seed,
+        group_sizes=tuple(zip(phases.starts, (one.samples for one in phases.values), strict=True))
+        if cfg.schedule.phases
+        else (),
     )
 
 

@@ -20,13 +20,19 @@ class Shape:
     samples: tuple[Sample, ...]
 
     @property
+    def size(self) -> int:
+        """Rollouts."""
+        return len(self.samples)
+
+    @property
     def new_tokens(self) -> int:
         """Drawn in all rollouts."""
         return sum(sample.new_tokens for sample in self.samples)
 
 
-def draw_shape(scenario: Scenario, prompt: int, group_id: int) -> Shape:
-    """The shape of a group. The same numbers give the same shape under every setting with the same seed.
+def draw_shape(scenario: Scenario, size: int, prompt: int, group_id: int) -> Shape:
+    """The shape of a group of `size` rollouts. The same numbers give the same shape under every setting with the same
+    seed.
 
     A measured group belongs to its prompt (or to the sample, as `measured_by` says). Of distributions only the prompt's
     own length does; what is sampled differs from group to group.
@@ -36,14 +42,13 @@ def draw_shape(scenario: Scenario, prompt: int, group_id: int) -> Shape:
     if measured:
         number = prompt if work.measured_by == "prompt" else group_id
         row = measured[(number + seed) % len(measured)]
-        lengths = tuple(row.new_tokens[i % len(row.new_tokens)] for i in range(scenario.bounds.group_size))
+        lengths = tuple(row.new_tokens[i % len(row.new_tokens)] for i in range(size))
         prompt, outside_s = row.prompt_tokens, row.outside_s
     else:
         lengths, outside_s = (), 0.0
         prompt = max(1, round(work.prompt_tokens.quantile(uniform(seed, "prompt", prompt))))
     samples = tuple(
-        _draw_sample(scenario, group_id, i, lengths[i] if lengths else None, outside_s)
-        for i in range(scenario.bounds.group_size)
+        _draw_sample(scenario, group_id, i, lengths[i] if lengths else None, outside_s) for i in range(size)
     )
     return Shape(prompt, samples)
 

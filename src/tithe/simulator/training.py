@@ -19,7 +19,7 @@ from tithe.simulator.ledger import PUBLISH, TRAIN, BatchRow, Ledger
 from tithe.simulator.scenario import Scenario
 from tithe.simulator.serving import LiveVersions
 from tithe.simulator.signals import Signal
-from tithe.staleness import may_begin_batch, must_drop, must_publish
+from tithe.staleness import choose_batch, may_begin_batch, must_drop, must_publish
 
 
 class TrainLoop:
@@ -69,9 +69,9 @@ class TrainLoop:
                 self._ledger.counts["dropped_tokens"] += group.tokens
             self._dropped += len(old)
             young = [group for group in ready if group not in old] if old else ready
-            if len(young) >= bounds.groups_per_batch:
-                leased += young[: bounds.groups_per_batch]
-                pool.lease(leased)
+            sizes = [group.shape.size for group in young]
+            leased += [young[i] for i in choose_batch(sizes, bounds.batch_rollouts, more_to_come=pool.running > 0)]
+            pool.lease(leased)
             if leased or old:
                 self._room.fire()
             if not leased:
@@ -102,7 +102,7 @@ class TrainLoop:
             ages=ages,
             version_gap=pool.serial - self._versions.oldest,
             dropped=self._dropped,
-            rollouts=len(groups) * bounds.group_size,
+            rollouts=sum(group.shape.size for group in groups),
             tokens=sum(group.tokens for group in groups),
         )
         self._dropped = 0

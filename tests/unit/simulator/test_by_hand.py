@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from tithe.simulator import Fixed, LaneCosts, PublishCosts, Workload, simulate
+from tithe.config import load_config
+from tithe.simulator import Fixed, LaneCosts, PublishCosts, Workload, scenario_of, simulate
 from unit.simulator.scenes import RICH, SECOND, TWO_LANES, bounds, check, scene
 
 
@@ -126,3 +129,27 @@ def test_the_trainer_runs_ahead_as_far_as_sync_every_lets_it(sync_every):
     check(outcome)
     assert set(outcome.lag_histogram()) == set(range(sync_every))
     assert outcome.ledger.counts["publications"] == 1 + -(-30 // sync_every)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_phase_has_its_own_samples_and_a_batch_keeps_its_rollouts(lag: int) -> None:
+    """A prompt's 10 tokens are computed once a group: 1, 2 and 4 groups of 8, 4 and 2 rollouts make a batch."""
+    costs = LaneCosts(prefill_s_per_token=1.0)
+    work = Workload(prompt_tokens=Fixed(10), new_tokens=Fixed(1))
+    phases = ((0, 8), (2, 4), (3, 2))
+    outcome = simulate(scene(bounds(lag, batch=8, group=8), costs, work, steps=5, group_sizes=phases))
+    batches = [[g for g in outcome.pool.groups.values() if g.batch_serial == n] for n in range(1, 6)]
+    assert [[g.shape.size for g in batch] for batch in batches] == [[8], [8], [4, 4], [2] * 4, [2] * 4]
+    assert [row.rollouts for row in outcome.ledger.batches] == [8] * 5
+    if lag == 0:
+        ends = [0.0, *(row.end_s for row in outcome.ledger.batches)]
+        assert [after - before for before, after in pairwise(ends)] == pytest.approx([10, 10, 20, 40, 40])
+
+
+def test_the_phases_of_a_run_file_are_simulated() -> None:
+    phases = "schedule.phases=[{name: a, until_step: 3, samples_per_prompt: 16}, {name: b, samples_per_prompt: 4}]"
+    scenario, plain = (
+        scenario_of(load_config(None, keys), SECOND, Workload(), steps=9) for keys in ([phases], ["run.max_steps=9"])
+    )
+    assert [scenario.group_size(batch) for batch in (0, 2, 3, 8)] == [16, 16, 4, 4]
+    assert [plain.group_size(batch) for batch in (0, 8)] == [8, 8]
