@@ -1,7 +1,8 @@
-"""Pairs of replies for `tithe reward-model`: small sums, the right answer against a wrong one that is near.
+r"""Pairs of replies for `tithe reward-model`: small sums, the right answer against a wrong one that is near.
 
 python examples/reward_pairs.py > pairs.jsonl
-tithe reward-model pairs.jsonl --out models/judge --epochs 3 --batch 8 --held-out 0.25 optimizer.lr=5e-4
+tithe reward-model pairs.jsonl --out models/judge --batch 16 --epochs 4 --held-out 0.25 \
+    optimizer.lr=1e-3 optimizer.lr_scheduler=linear optimizer.warmup_steps=5 rollout.system_prompt=Add.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import random
 
-LARGEST = 9
-PER_PROMPT = 2
+LARGEST = 12
+PER_PROMPT = 4
 
 
 def main() -> None:
