@@ -102,7 +102,7 @@ def test_parity_over_ranks_is_zero_and_says_their_number(file: Path, launcher: L
     assert run.code == 0, run.err
     answer = run.answer()
     assert answer["ranks"] == 2
-    assert answer["max_abs_dlogp"] == answer["mean_abs_dlogp"] == 0.0
+    assert answer["max_abs_dlogp"] == answer["mean_abs_dlogp"] == answer["dequantized_max_abs_dlogp"] == 0.0
     assert answer["noise_floor"] > 0
     assert answer["versions"] >= 2
 

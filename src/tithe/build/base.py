@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from tithe.arch import (
     ArchSpec,
@@ -139,6 +140,20 @@ def _load(
     where = f" on each of {crew.size} ranks" if crew.size > 1 else ""
     say(f"base: {path.name}, {base.spec.n_layers} layers, {resident} ({in_file}){where}")
     return base
+
+
+def other_storage(base: Base) -> Decoder:
+    """The base held the other way, packed or dequantized: a second copy, on several ranks this one's share."""
+    options = replace(base.options, compute=other_compute(base))
+    checkpoint, ranks = read_checkpoint(base.path), base.crew.ranks
+    if ranks.size == 1:
+        return load_model(checkpoint, options)
+    return on_ranks(load_model(checkpoint, options, ranks.shard), ranks)
+
+
+def other_compute(base: Base) -> Literal["packed", "dequantized"]:
+    """How `other_storage` computes."""
+    return "dequantized" if base.options.compute == "packed" else "packed"
 
 
 def _held(checkpoint: Checkpoint, options: ModelOptions, ranks: Ranks) -> Decoder:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tithe.arch import read_checkpoint
+from tithe.build.base import other_compute
 from tithe.build.hooks import CERTIFIED_TOKENS
 from tithe.build.session import Session, say
 from tithe.errors import AdapterError
-from tithe.models import Decoder, ModelOptions, Passes, TrainAdapter, load_model
 from tithe.pool import PoolReader
 from tithe.quant import kernel_threads
-from tithe.trainer import FullTrainer, score_groups
-from tithe.trainer.leading import CERTIFICATE_TOKENS
+from tithe.trainer import FullTrainer
 from tithe.types import RolloutGroup
 from tithe.utils.durable import write_text
-from tithe.weight_sync import DirectoryChannel, load_published, read_manifest
+from tithe.weight_sync import DirectoryChannel, read_manifest
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
     """Score the newest trained groups whose version is still on disk, until there are 2,000 tokens; writes parity.json.
 
     Rollouts that continued over another version's keys and values (`on_publish: keep`) are left out. `cross_check` also
-    scores them with the base held the other way (packed against dequantized): a second copy, so on one rank only.
+    scores them with the base held the other way (packed against dequantized), for which all ranks load a second copy.
     Where every parameter is trained, the difference is the gap between transformers and the engine's (maybe quantized)
     copy. None, and no file, when the pool has nothing to compare.
     """
@@ -67,11 +65,10 @@ def certify(session: Session, run_dir: Path, *, cross_check: bool = False) -> di
         "ranks": session.cfg.run.ranks,
         "adapter_dropout": "off" if session.cfg.lora.dropout == 0 else f"{session.cfg.lora.dropout}, off while scoring",
     }
-    if cross_check and session.cfg.run.ranks == 1:
-        other = _other_storage(session, options)
-        crossed = session.base.lane.call(_compare_on, session, other, by_version)
-        result[f"{other.options.compute}_max_abs_dlogp"] = crossed.largest
-        result[f"{other.options.compute}_mean_abs_dlogp"] = crossed.mean
+    if cross_check:
+        crossed, other = _compare_other(session, by_version), other_compute(session.base)
+        result[f"{other}_max_abs_dlogp"] = crossed.largest
+        result[f"{other}_mean_abs_dlogp"] = crossed.mean
     write_text(run_dir / "parity.json", json.dumps(result, indent=1))
     return result
 
@@ -120,18 +117,12 @@ def _compare(session: Session, by_version: dict[Path, list[RolloutGroup]]) -> tu
     return _difference(differences), floor
 
 
-def _compare_on(session: Session, decoder: Decoder, by_version: dict[Path, list[RolloutGroup]]) -> _Difference:
-    """Another decoder's answers. On the lane."""
+def _compare_other(session: Session, by_version: dict[Path, list[RolloutGroup]]) -> _Difference:
+    """The other storage's answers, on all ranks."""
     differences: list[np.ndarray] = []
-    passes: Passes | None = None
     for directory, groups in by_version.items():
-        _, tensors, spec = load_published(directory, decoder.linear_shapes())
-        adapter = TrainAdapter.for_scoring(decoder, tensors, spec)
-        if passes is None:
-            checkpointing = session.cfg.model.activation_checkpointing
-            passes = Passes(decoder, adapter.widths(), checkpointing=checkpointing, dropout=0.0)
-        differences += _against_sampler(groups, score_groups(passes, groups, adapter, CERTIFICATE_TOKENS).logp)
-        passes.forget(adapter)
+        scored = session.base.lane.call(session.learner.score_other, directory, groups)
+        differences += _against_sampler(groups, scored)
     return _difference(differences)
 
 
@@ -172,8 +163,3 @@ def _against_sampler(groups: Sequence[RolloutGroup], scored: Sequence[Sequence[n
 def _lengths(by_version: dict[Path, list[RolloutGroup]]) -> dict[str, int]:
     lengths = [len(r.token_ids) for groups in by_version.values() for g in groups for r in g.rollouts]
     return {"shortest": min(lengths), "longest": max(lengths), "distinct": len(set(lengths))}
-
-
-def _other_storage(session: Session, options: ModelOptions) -> Decoder:
-    other = "dequantized" if options.compute == "packed" else "packed"
-    return load_model(read_checkpoint(session.base.path), replace(options, compute=other))

@@ -73,15 +73,10 @@ def parity(cfg_or_run_dir: RunConfig | Path) -> dict[str, object]:
         with open_session(cfg, adapter=_final_policy(cfg_or_run_dir, cfg)) as session:
             result = _certificate(session, cfg_or_run_dir)
         return {**result, "text": _certificate_text(result)}
-    cfg = _short(cfg_or_run_dir)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "parity"
-        run(cfg, run_dir, evaluating=False, report=False)
-        if cfg.run.ranks > 1:  # nothing to cross-check, so the run's own certificate is all there is
-            result = _read_certificate(run_dir)
-        else:
-            with open_session(load_run(run_dir), adapter=_final_policy(run_dir, cfg)) as session:
-                result = _certificate(session, run_dir)
+        run(_short(cfg_or_run_dir), run_dir, evaluating=False, report=False, cross_check=True)
+        result = _read_certificate(run_dir)
     return {**result, "text": _certificate_text(result)}
 
 

@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from tithe.build.base import open_base
+from tithe.build.base import open_base, other_storage
 from tithe.build.crew import LOST, WIRE, Crew, Setup, join_launched
 from tithe.build.learning import make_learning
 from tithe.build.objective import batch_scorer
@@ -38,7 +39,7 @@ def follow(ranks: Ranks) -> None:
     base = open_base(build_config(setup.config), lambda _: None, crew, adapter)
     trainer, engine = make_learning(base.cfg, base, adapter, lambda _: None)
     EngineShare(engine, orders)
-    TrainerShare(trainer, orders, batch_scorer(base.cfg, trainer))
+    TrainerShare(trainer, orders, batch_scorer(base.cfg, trainer), partial(other_storage, base))
     if isinstance(trainer, FullTrainer):
         FullShare(trainer, orders)
     orders.follow()

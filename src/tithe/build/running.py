@@ -55,9 +55,15 @@ def resume(run_dir: Path, overrides: list[str]) -> dict[str, object]:
 
 
 def run(
-    cfg: RunConfig, run_dir: Path, *, resuming: bool = False, evaluating: bool = True, report: bool = True
+    cfg: RunConfig,
+    run_dir: Path,
+    *,
+    resuming: bool = False,
+    evaluating: bool = True,
+    report: bool = True,
+    cross_check: bool = False,
 ) -> Finished:
-    """Train or resume, and finish the directory: adapter, certificate, report."""
+    """Train or resume, and finish the directory: adapter, certificate (see `certify`), report."""
     with ExitStack() as stack:
         session = stack.enter_context(open_session(cfg))
         cfg = session.cfg
@@ -73,7 +79,7 @@ def run(
             with suppress(OSError):  # on a full disk, the first error says more than this one would
                 record.finish("failed", f"{type(error).__name__}: {error}")
             raise
-        return _finish(session, run_dir, pool, outcome, record, report=report)
+        return _finish(session, run_dir, pool, outcome, record, report=report, cross_check=cross_check)
 
 
 def _check_enough(session: Session) -> None:
@@ -161,13 +167,20 @@ def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
 
 
 def _finish(
-    session: Session, run_dir: Path, pool: Pool, outcome: TrainOutcome, record: RunRecord, *, report: bool
+    session: Session,
+    run_dir: Path,
+    pool: Pool,
+    outcome: TrainOutcome,
+    record: RunRecord,
+    *,
+    report: bool,
+    cross_check: bool,
 ) -> Finished:
     cfg, trainer = session.cfg, session.trainer
     _save_final(session, run_dir)
     before, after = evaluations(run_dir)
     stopped = outcome.reason is StopReason.SIGNAL
-    certificate = None if stopped else certify(session, run_dir)
+    certificate = None if stopped else certify(session, run_dir, cross_check=cross_check)
     if certificate is None and not stopped:
         say("warning: no trained rollout is of one version that is still on disk; there is no parity certificate")
     record.finish("finished", str(outcome.reason), steps=outcome.serial, disk_bytes=pool.disk_bytes())

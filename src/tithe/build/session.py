@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
-from tithe.build.base import Base, open_base
+from tithe.build.base import Base, open_base, other_storage
 from tithe.build.launch import start_crew
 from tithe.build.learning import make_learning
 from tithe.build.objective import batch_scorer
@@ -169,7 +170,7 @@ def _leading(
     """What the loops of rank 0 talk to."""
     orders = base.crew.orders
     scorer = batch_scorer(base.cfg, trainer)
-    TrainerShare(trainer, orders, scorer)
+    TrainerShare(trainer, orders, scorer, partial(other_storage, base))
     if isinstance(trainer, FullTrainer):
         FullShare(trainer, orders)
     lead = LeadingTrainer(trainer, orders, scores=scorer is not None)

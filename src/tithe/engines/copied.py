@@ -38,6 +38,13 @@ TOLERANCES = {"fp32": 1e-3, "bf16": 0.5}
 weights. In bf16 transformers also rounds the residual stream, which the engine keeps in float32. A quantized copy is
 another policy: its difference is measured and has no bound."""
 
+_ROUNDING = "Operands in float32 round less: set model.base_dtype = fp32"
+_TIES = (
+    "In a mixture the cause is mostly a tie of experts: two router scores that differ by less than rounding, of which "
+    "transformers takes one and the copy the other. Operands in float32 round less: set model.base_dtype = fp32; or "
+    "train an adapter (model.train = lora), which replays the sampler's experts (rl.router_replay = true)"
+)
+
 _GAUGES = ("running", "waiting", "live_versions", "kv_pages_free", "kv_pages", "kv_bytes")
 
 
@@ -51,7 +58,13 @@ class SamplerGap:
 
 
 def measure_gap(
-    probe: Probe, answer: Sequence[float], previous: Sequence[float] | None, tolerance: float | None, name: str
+    probe: Probe,
+    answer: Sequence[float],
+    previous: Sequence[float] | None,
+    tolerance: float | None,
+    name: str,
+    *,
+    is_mixture: bool = False,
 ) -> SamplerGap:
     """Compare a fresh copy's answer with the trainer's. Pure.
 
@@ -65,7 +78,7 @@ def measure_gap(
     if tolerance is not None and gap.largest > tolerance:
         raise PublishRefused(
             f"{name} is refused: its copy answers {gap.largest:.3g} nats away from the trainer, {tolerance:g} is "
-            "allowed (model.base_dtype = fp32 rounds less); the old version keeps serving"
+            f"allowed. {_TIES if is_mixture else _ROUNDING}; the old version keeps serving"
         )
     moved = 0.0
     if probe.parent_logp is not None:
@@ -177,7 +190,8 @@ class CopiedEngine:
         answer = copy.score(None, probe.prompt_ids, probe.completion_ids)
         refused: PublishRefused | None = None
         try:
-            self.gap = measure_gap(probe, answer, self._answer_to(probe), self._tolerance(), name)
+            previous, is_mixture = self._answer_to(probe), bool(copy.decoder.blocks())
+            self.gap = measure_gap(probe, answer, previous, self._tolerance(), name, is_mixture=is_mixture)
         except PublishRefused as error:
             refused = error
         self.ranks.agree(refused)

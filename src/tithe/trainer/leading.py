@@ -10,14 +10,14 @@ log-probs to prove (of whole models: `tithe.trainer.full_leading`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tithe.checkpoint import load_checkpoint
-from tithe.models import Orders, TrainAdapter
+from tithe.models import Decoder, Orders, Passes, Ranks, TrainAdapter
 from tithe.packing import MicroBatch
 from tithe.trainer.full import FullTrainer
 from tithe.trainer.proof import Perturbed, probe_logp, probe_masters, score_groups
@@ -75,6 +75,14 @@ class AskVersion:
 
 
 @dataclass(frozen=True)
+class AskOther:
+    """log-probs of rollouts under a published version, on the base held the other way."""
+
+    directory: str
+    groups: Sequence[RolloutGroup]
+
+
+@dataclass(frozen=True)
 class PlanScores:
     """Plan what must be known of a batch beforehand, under the settings that it will be trained with."""
 
@@ -92,7 +100,7 @@ class TellScores:
     """All ranks' scores together."""
 
 
-TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion, PlanScores, ScoreNext, TellScores)
+TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion, AskOther, PlanScores, ScoreNext, TellScores)
 """Orders of a trainer over ranks."""
 TRAINER_CARRIERS = (*kinds_in(TrainingBatch), *kinds_in(TrainerSettings))
 """What they carry."""
@@ -101,9 +109,17 @@ TRAINER_CARRIERS = (*kinds_in(TrainingBatch), *kinds_in(TrainerSettings))
 class TrainerShare:
     """One rank's part of every order. On the lane."""
 
-    def __init__(self, trainer: Trainer | FullTrainer, orders: Orders, scorer: BatchScorer | None = None) -> None:
-        """`scorer` is what scores batches beforehand, where an algorithm needs that."""
-        self.trainer = trainer
+    def __init__(
+        self,
+        trainer: Trainer | FullTrainer,
+        orders: Orders,
+        scorer: BatchScorer | None = None,
+        other: Callable[[], Decoder] | None = None,
+    ) -> None:
+        """`scorer` is what scores batches beforehand, where an algorithm needs that. `other` loads this rank's share of the
+        base held the other way (packed, or dequantized), which then stays."""
+        self.trainer, self._other = trainer, other
+        self._other_passes: Passes | None = None
         self._left: list[MicroBatch] = []
         orders.handle(Plan, self._plan)
         orders.handle(Accumulate, self._accumulate)
@@ -112,6 +128,7 @@ class TrainerShare:
         if isinstance(trainer, Trainer):
             orders.handle(AskProbe, lambda order: prove(trainer, order.prompt, order.target))
             orders.handle(AskVersion, lambda o: score_version(trainer, Path(o.directory), o.groups, shaken=o.shaken))
+            orders.handle(AskOther, lambda o: self._score_other(trainer, Path(o.directory), o.groups))
         if scorer is not None:
             orders.handle(PlanScores, lambda order: self._plan_scores(scorer, order))
             orders.handle(ScoreNext, lambda _: scorer.score(self._left.pop(0)))
@@ -133,6 +150,16 @@ class TrainerShare:
     def _take_back(self, order: TakeBack) -> None:
         take_back(self.trainer, Path(order.directory))
 
+    def _score_other(
+        self, trainer: Trainer, directory: Path, groups: Sequence[RolloutGroup]
+    ) -> list[list[np.ndarray | None]]:
+        assert self._other is not None
+        if self._other_passes is None:
+            checkpointing = trainer.settings.activation_checkpointing
+            widths = trainer.adapter.widths()
+            self._other_passes = Passes(self._other(), widths, checkpointing=checkpointing, dropout=0.0)
+        return _score_published(self._other_passes, directory, groups, trainer.ranks, shaken=False)
+
 
 def take_back(trainer: Trainer | FullTrainer, directory: Path) -> None:
     """Load a checkpoint's tensors and numbers. Raises `ResumeError`."""
@@ -153,10 +180,15 @@ def score_version(
 ) -> list[list[np.ndarray | None]]:
     """log-probs of rollouts under a published version, by the training path; `shaken`: its tensors moved by the noise
     of rounding. On the lane."""
-    passes = trainer.passes
+    return _score_published(trainer.passes, directory, groups, trainer.ranks, shaken=shaken)
+
+
+def _score_published(
+    passes: Passes, directory: Path, groups: Sequence[RolloutGroup], ranks: Ranks, *, shaken: bool
+) -> list[list[np.ndarray | None]]:
     _, tensors, spec = load_published(directory, passes.decoder.linear_shapes())
     adapter = TrainAdapter.for_scoring(passes.decoder, Perturbed(tensors) if shaken else tensors, spec)
-    scored = score_groups(passes, groups, adapter, CERTIFICATE_TOKENS, trainer.ranks)
+    scored = score_groups(passes, groups, adapter, CERTIFICATE_TOKENS, ranks)
     passes.forget(adapter)
     return scored.logp
 
@@ -196,6 +228,11 @@ class LeadingTrainer:
     ) -> list[list[np.ndarray | None]]:
         """As the function `score_version`, of an adapter."""
         return self._orders.give(AskVersion(str(directory), groups, shaken))
+
+    def score_other(self, directory: Path, groups: Sequence[RolloutGroup]) -> list[list[np.ndarray | None]]:
+        """The same on the base held the other way, a second copy (over ranks a share each) that is loaded at the first
+        call."""
+        return self._orders.give(AskOther(str(directory), groups))
 
 
 class LeadingScorer:

@@ -39,6 +39,14 @@ def test_a_wrong_answer_is_refused(
         measure_gap(PROBE, answer, previous, tolerance, "v1")
 
 
+def test_a_mixtures_ties_are_named_with_their_remedies() -> None:
+    with pytest.raises(PublishRefused, match=r"a tie of experts.* model\.base_dtype = fp32.* rl\.router_replay"):
+        measure_gap(PROBE, [-0.5, -1.9], None, 0.5, "v1", is_mixture=True)
+    with pytest.raises(PublishRefused) as caught:
+        measure_gap(PROBE, [-0.5, -1.9], None, 0.5, "v1")
+    assert "experts" not in str(caught.value)
+
+
 def test_a_step_too_small_for_a_quantized_copy_may_leave_its_answer_as_it_was() -> None:
     gap = measure_gap(PROBE, [-1.5, -1.25], [-1.5, -1.25], None, "v1")
     assert gap.largest == 1.0
