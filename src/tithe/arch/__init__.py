@@ -11,6 +11,7 @@ from tithe.arch.bases import BASES, Base, checkpoint_base, make_base, published_
 from tithe.arch.buildable import build_obstacles, check_buildable
 from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes, combine_digests
 from tithe.arch.described import OtherAttention
+from tithe.arch.exchange import exchange_bytes, exchange_rows
 from tithe.arch.formats import StoredFormat, TensorFormat, grouped_bytes
 from tithe.arch.inspection import Target, find_target
 from tithe.arch.known import known_config, known_names
@@ -57,6 +58,8 @@ __all__ = [
     "checkpoint_base",
     "combine_digests",
     "describe_checkpoint",
+    "exchange_bytes",
+    "exchange_rows",
     "family_bytes",
     "find_demo_model",
     "find_target",

@@ -182,17 +182,20 @@ class _ExchangedPlan:
         if served is None:
             served = list(dict.fromkeys(one for _, _, one in segments if one is not None))
         ids, block = self._routed.ids[:rows], self._block
-        traffic = Traffic.begin(block.ranks, block.router.n_experts, ids, len(served))
         which = torch.full((rows,), -1, dtype=torch.int32)
         for start, stop, one in segments:
             if one is not None:
                 which[start:stop] = served.index(one)
-        row = traffic.order // ids.shape[1]
-        sent = [ids.reshape(-1)[traffic.order, None], which[row, None], self._x[row]]
-        answers = traffic.back(self._answer(traffic.go(sent), served))
-        self._workspace.pairs.position[: ids.numel()] = traffic.inverse()
-        combine = Combine(answers, self._out, self._routed.ids, self._workspace, self._routed.weights)
-        combine.run(rows, 0, ids.numel())
+        for part, traffic in Traffic.rounds(block.ranks, block.router.n_experts, ids, len(served)):
+            taken = ids[part]
+            row = traffic.order // ids.shape[1]
+            sent = [taken.reshape(-1)[traffic.order, None], which[part][row, None], self._x[:rows][part][row]]
+            answers = traffic.back(self._answer(traffic.go(sent), served))
+            self._workspace.pairs.position[: taken.numel()] = traffic.inverse()
+            combine = Combine(
+                answers, self._out[:rows][part], taken, self._workspace, self._routed.weights[:rows][part]
+            )
+            combine.run(len(taken), 0, taken.numel())
 
     def _answer(self, received: Sequence[Tensor], served: Sequence[BlockAdapter]) -> Tensor:
         """float32 [P, H] of the pairs that came, in their order."""

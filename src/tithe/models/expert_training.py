@@ -16,7 +16,7 @@ rank they come from, then by row: equal to one rank's at rounding level.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,23 +139,39 @@ def _exchanged_backward(
     """d_x += the routed experts' share, wherever they lie; the gradients [n, k] of the weights. `sums` gets those of
     this rank's experts for the rows of all ranks, which are all under one adapter."""
     bank, pairs, ids = block.routed, workspace.pairs, routed.ids
-    traffic = Traffic.begin(block.ranks, block.router.n_experts, ids, int(adapter is not None))
-    row = traffic.order // ids.shape[1]
-    sent = [ids.reshape(-1)[traffic.order, None], routed.weights.reshape(-1)[traffic.order, None]]
-    own, weights, rows, d_rows = traffic.go([*sent, x[row], d_out[row].to(x.dtype)])
-    own, weights = (own - bank.first).contiguous(), weights.contiguous()
-    answers = torch.full((len(own), bank.hidden + 1), -0.0)
+    d_weights = torch.empty_like(routed.weights)
+    for part, traffic in Traffic.rounds(block.ranks, block.router.n_experts, ids, int(adapter is not None)):
+        taken = ids[part]
+        row = traffic.order // ids.shape[1]
+        sent = [taken.reshape(-1)[traffic.order, None], routed.weights[part].reshape(-1)[traffic.order, None]]
+        received = traffic.go([*sent, x[part][row], d_out[part][row].to(x.dtype)])
+        answers = traffic.back(_answers_back(bank, workspace, received, adapter, sums))
+        inverse = traffic.inverse()
+        pairs.position[: taken.numel()] = inverse
+        combine = Combine(answers[:, : bank.hidden].contiguous(), d_x[part], taken, workspace)
+        combine.run(len(taken), 0, taken.numel())
+        d_weights[part] = answers[inverse.long(), bank.hidden].view(taken.shape)
+    return d_weights
+
+
+def _answers_back(
+    bank: ExpertBank,
+    workspace: Workspace,
+    received: Sequence[Tensor],
+    adapter: ExpertAdapter | None,
+    sums: ExpertGradients | None,
+) -> Tensor:
+    """float32 [P, H + 1] of the pairs that came: their share of d_x, and the gradients of their weights."""
+    ids, weights, rows, d_rows = received
+    ids, weights, pairs = (ids - bank.first).contiguous(), weights.contiguous(), workspace.pairs
+    answers = torch.full((len(ids), bank.hidden + 1), -0.0)
     capacity = len(pairs.row)
-    for lo in range(0, len(own), capacity):
-        part = slice(lo, min(lo + capacity, len(own)))
-        backward = _BankBackward(bank, workspace, rows[part], d_rows[part], own[part], weights[part], adapter, sums)
+    for lo in range(0, len(ids), capacity):
+        part = slice(lo, min(lo + capacity, len(ids)))
+        backward = _BankBackward(bank, workspace, rows[part], d_rows[part], ids[part], weights[part], adapter, sums)
         backward.run(answers[part, : bank.hidden])
-        answers[part, bank.hidden] = pairs.d_weight[pairs.position[: len(own[part])].long()]
-    answers = traffic.back(answers)
-    inverse = traffic.inverse()
-    pairs.position[: ids.numel()] = inverse
-    Combine(answers[:, : bank.hidden].contiguous(), d_x, ids, workspace).run(len(x), 0, ids.numel())
-    return answers[inverse.long(), bank.hidden].view(ids.shape)
+        answers[part, bank.hidden] = pairs.d_weight[pairs.position[: len(ids[part])].long()]
+    return answers
 
 
 def _router_backward(block: ExpertBlock, x: Tensor, routed: Routed, d_weights: Tensor, d_x: Tensor) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tithe.arch import exchange_rows
 from tithe.models.expert_adapter import PlaceTables
 from tithe.models.expert_bank import ExpertBank, ExpertBlock
 from tithe.models.expert_kernels import ROWS_PER_TASK, combine, find_groups, gather_operands, sort_pairs
@@ -34,7 +35,7 @@ WINDOW = 8192
 
 class Workspace:
     """One set of buffers for all layers of a model: launches never overlap (one lane), and nothing in them outlives a
-    layer. `rows` is the most rows of a batch; on several ranks there is room for as many from each.
+    layer. `rows` is the most rows of a batch; on several ranks there is room for what a round brings (`exchange_rows`).
 
     Operands are stored as bf16 only where the processor has a dot product for them (`stored`; `mode` as in
     `tithe.quant.grouped_kernels`).
@@ -44,7 +45,7 @@ class Workspace:
         self.operand, self.rows = operand, rows
         self.stored = torch.bfloat16 if operand == torch.bfloat16 and HAS_BF16_DOT else torch.float32
         self.mode = 1 if self.stored == torch.bfloat16 else 2 if operand == torch.bfloat16 else 0
-        pairs = rows * max(block.router.per_token * block.ranks.size for block in blocks)
+        pairs = max(_pairs(block, rows) for block in blocks)
         banks = [bank for block in blocks for bank in block.banks()]
         self.window = min(window, pairs)
         self.experts = max(len(bank) for bank in banks)
@@ -81,6 +82,12 @@ class Workspace:
         """Bytes of the buffers made so far, without the threads' scratch."""
         tensors = [*self._buffers.values(), self.logits, *self.pairs.tensors()]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _pairs(block: ExpertBlock, rows: int) -> int:
+    """The most pairs of a block at once: a rank's own, or those that come in one round."""
+    k, ranks = block.router.per_token, block.ranks.size
+    return max(rows * k, min(rows, exchange_rows(k, ranks)) * k * ranks)
 
 
 def forward_buffers(hidden: int, width: int, stored: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:

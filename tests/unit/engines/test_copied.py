@@ -40,7 +40,7 @@ def test_a_wrong_answer_is_refused(
 
 
 def test_a_mixtures_ties_are_named_with_their_remedies() -> None:
-    with pytest.raises(PublishRefused, match=r"a tie of experts.* model\.base_dtype = fp32.* rl\.router_replay"):
+    with pytest.raises(PublishRefused, match=r"a tie of experts.* model\.base_dtype = fp32.*rl\.router_replay"):
         measure_gap(PROBE, [-0.5, -1.9], None, 0.5, "v1", is_mixture=True)
     with pytest.raises(PublishRefused) as caught:
         measure_gap(PROBE, [-0.5, -1.9], None, 0.5, "v1")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from support.experts import EXPERTS, HIDDEN, ROUTERS, Case, make_case, relative
 from support.ranks import on_ranks_of, outcomes
+from tithe.arch import exchange, exchange_bytes, exchange_rows
 from tithe.errors import RunError
 from tithe.lora import LoraSpec
 from tithe.models.exchange import by_adapter
@@ -24,6 +25,8 @@ from tithe.models.ranks import Ranks
 from tithe.quant.grouped import GroupTable
 
 ROWS = 29
+BOUND = 20
+"""Pairs of a round."""
 SPEC = LoraSpec(r=4, alpha=8)
 CASES = {
     "int4": lambda: make_case("int4", operand=torch.bfloat16, shared=True),
@@ -74,8 +77,16 @@ def forward(case: Case, x: Tensor, which: Tensor, adapters: list[BlockAdapter], 
     return out
 
 
+@pytest.fixture
+def rounds(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks exchange in many rounds, of which rank 2 needs most."""
+    if size == 4:
+        monkeypatch.setattr(exchange, "EXCHANGE_PAIRS", BOUND)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("rounds")
 def test_forward_is_bitwise_that_of_one_rank(tmp_path: Path, name: str, size: int):
     case = CASES[name]()
     x = case.rows(ROWS)
@@ -95,6 +106,7 @@ def test_forward_is_bitwise_that_of_one_rank(tmp_path: Path, name: str, size: in
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("rounds")
 def test_backward_is_that_of_one_rank(tmp_path: Path, name: str, layout: Any, size: int):
     """d_x bitwise; gradients of adapters summed in another order: below 1e-6 of the largest entry."""
     case = CASES[name]()
@@ -120,6 +132,41 @@ def test_backward_is_that_of_one_rank(tmp_path: Path, name: str, layout: Any, si
         assert named.keys() == grads.keys()
         assert all(torch.equal(named[key], found[0][1][key]) for key in named)
     assert max(relative(found[0][1][key], grads[key]) for key in grads) < 1e-6
+
+
+@pytest.mark.usefixtures("rounds")
+@pytest.mark.parametrize("size", [4])
+def test_a_round_brings_no_more_than_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int):
+    """Wherever rows want to go: here all of them to the expert of one rank. Bytes are those that are accounted."""
+    case = make_case("int4", operand=torch.bfloat16)
+    k = case.block.router.per_token
+    ids = torch.arange(k, dtype=torch.int32).expand(ROWS, k).contiguous()
+    seen: list[tuple[int, int]] = []
+    plain = Ranks.all_to_all
+
+    def watched(self: Ranks, rows: Tensor, send: Any, receive: Any) -> Tensor:
+        out = plain(self, rows, send, receive)
+        if sum(receive) != self.size:  # counts are one message of each
+            seen.append((len(out), out.numel() * out.element_size() + rows.numel() * rows.element_size()))
+        return out
+
+    monkeypatch.setattr(Ranks, "all_to_all", watched)
+
+    def work(ranks: Ranks) -> list[tuple[int, int]]:
+        own, rows = on_rank(case, ranks), share(ranks)
+        x = case.rows(ROWS)[rows]
+        plan = ExpertPlan(
+            own.block, own.workspace(max(len(x), 1)), x if len(x) else case.rows(1), torch.zeros(ROWS, HIDDEN)
+        )
+        plan.rows, plan.replay = len(x), ids[rows]
+        plan.run()
+        return seen
+
+    found = on_ranks_of(size, tmp_path, work)
+    assert max(pairs for told in found for pairs, _ in told) == 3 * exchange_rows(k, size) * k <= BOUND, (
+        "one has no rows"
+    )
+    assert max(n for told in found for _, n in told) <= exchange_bytes(HIDDEN, k, size, 2, training=False)
 
 
 def test_pairs_are_put_side_by_side_by_adapter():
