@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from support.training import random_batch
 from tithe.advantages import AdvantagePlan, AdvantageRule, make_advantages
 from tithe.arch import Shard, TensorGroup, account, checkpoint_base, read_checkpoint
 from tithe.build.crew import WIRE
+from tithe.engines import Here
 from tithe.lora import LoraSpec
 from tithe.losses import CorrectionSettings
 from tithe.models import (
@@ -38,6 +39,7 @@ from tithe.models import (
     stack_experts,
 )
 from tithe.orchestration import Learner, RunControl, UpdatePlan
+from tithe.packing import MicroBatch
 from tithe.trainer import (
     BatchScorer,
     CriticSettings,
@@ -48,9 +50,10 @@ from tithe.trainer import (
     TrainerSettings,
     TrainerShare,
 )
-from tithe.trainer.ranks import plan_for_ranks
+from tithe.trainer.leading import Accumulate
+from tithe.trainer.ranks import share_out
 from tithe.types import RolloutGroup, TrainingBatch
-from unit.orchestration.fakes import InlineLane
+from tithe.utils.wire import Wire, kinds_in
 
 pytestmark = pytest.mark.integration
 
@@ -62,8 +65,8 @@ LAYERS, EXPERTS, TAKEN = 2, 4, 2
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of every matrix fill whole panels, so that what is held is what is stored."""
-    sizes = {"hidden_size": 96, "moe_intermediate_size": 96}
-    return build_hf(tmp_path_factory.mktemp("base") / "m", "qwen3_moe", **sizes)
+    folder = tmp_path_factory.mktemp("base") / "m"
+    return build_hf(folder, "qwen3_moe", hidden_size=96, moe_intermediate_size=96)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +164,7 @@ def test_forward_is_bitwise_that_of_one_rank(tmp_path: Path, base: Path, size: i
     *found, idle = on_ranks_of(size, tmp_path, work)
     assert idle is None
     for mine, wanted in zip(found, alone, strict=True):
+        assert mine is not None
         assert torch.equal(mine, wanted)
 
 
@@ -214,14 +218,46 @@ def test_a_rank_holds_only_its_own_experts(base: Path, size: int):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_batch_is_shared_out_once(size: int):
-    micros, _ = plan_for_ranks(BATCHES[0], 70, ALONE)
+    (micros,) = share_out(BATCHES[0], RUN, 1).parts
     rows = sorted((int(g), int(r)) for m in micros for g, r in zip(m.seq_group, m.seq_rollout, strict=True))
-    shares = [plan_for_ranks(BATCHES[0], 70, Ranks(rank, size))[1] for rank in range(size)]
+    shares = share_out(BATCHES[0], RUN, size).parts
     assert len({len(share) for share in shares}) == 1
     assert rows == sorted(
         (int(g), int(r)) for share in shares for m in share for g, r in zip(m.seq_group, m.seq_rollout, strict=True)
     )
     assert max(m.n_rows for share in shares for m in share) <= 70
+
+
+def test_a_rank_is_sent_its_own_part_of_a_batch_and_no_other(tmp_path: Path, exact: Path):
+    """Rank 0 shares out what each would have planned, which is less than the batch once for every other rank."""
+    tensors = adapter_tensors(exact, FP32)
+    planned = share_out(BATCHES[2], RUN, 4)
+
+    def work(ranks: Ranks) -> Any:
+        orders = Orders(ranks, WIRE)
+        share = TrainerShare(Trainer(loaded(exact, FP32, ranks), SPEC, tensors, RUN, ranks), orders)
+        got: list[MicroBatch] = []
+        orders.handle(Accumulate, lambda _: got.extend(share._left))
+        if ranks.rank > 0:
+            orders.follow()
+            return got, ()
+        order = share.share_out(BATCHES[2], RUN)
+        orders.give(order)
+        for one in (Accumulate(), Stop()):
+            orders.give(one)
+        return got, order.sizes
+
+    found = on_ranks_of(4, tmp_path, work)
+    for (got, _), wanted in zip(found, planned.parts, strict=True):
+        assert len(got) == len(wanted) > 0
+        for mine, theirs in zip(got, wanted, strict=True):
+            for field in fields(theirs):
+                one, two = getattr(mine, field.name), getattr(theirs, field.name)
+                assert (one is None) == (two is None)
+                assert one is None or (one.dtype == two.dtype and np.array_equal(one, two)), field.name
+    sizes = found[0][1]
+    assert sizes[0] == 0
+    assert sum(sizes) < 3 * len(Wire(*kinds_in(TrainingBatch)).encode(BATCHES[2]))
 
 
 @pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
@@ -312,8 +348,8 @@ def test_killed_on_four_ranks_resumed_on_two(tmp_path: Path, exact: Path):
 
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path: Path, exact: Path):
     tensors = adapter_tensors(exact, FP32)
-    broken = [[a.copy() for a in group] for group in BATCHES[0].advantages]
-    broken[2][0][:] = np.nan
+    broken = [list(group) for group in BATCHES[0].advantages]
+    broken[2][0] = np.full_like(broken[2][0], np.nan)
     batch = replace(BATCHES[0], advantages=broken)
 
     def work(ranks: Ranks) -> Any:
@@ -374,14 +410,14 @@ def led(path: Path, name: str, ranks: Ranks) -> tuple[dict[str, Tensor], list[St
         critic=critic,
     )  # fmt: skip
     orders = Orders(ranks, WIRE)
-    TrainerShare(own, orders, BatchScorer(own, scoring))
+    share = TrainerShare(own, orders, BatchScorer(own, scoring))
     if ranks.rank > 0:
         orders.follow()
         return copied(own), []
-    lead = LeadingTrainer(own, orders, scores=True)
+    lead = LeadingTrainer(share, orders, scores=True)
     learner = Learner(
         trainer=lead,
-        lane=InlineLane(),
+        lane=Here(),
         advantages=lambda groups, scores: make_advantages(groups, plan, scores),
         control=RunControl(),
         update=UpdatePlan(ppo_epochs=2),

@@ -170,10 +170,10 @@ def _leading(
     """What the loops of rank 0 talk to."""
     orders = base.crew.orders
     scorer = batch_scorer(base.cfg, trainer)
-    TrainerShare(trainer, orders, scorer, partial(other_storage, base))
+    share = TrainerShare(trainer, orders, scorer, partial(other_storage, base))
     if isinstance(trainer, FullTrainer):
         FullShare(trainer, orders)
-    lead = LeadingTrainer(trainer, orders, scores=scorer is not None)
+    lead = LeadingTrainer(share, orders, scores=scorer is not None)
     if orders.ranks.size == 1:
         return lead, engine
     return lead, SpreadEngine(EngineShare(engine, orders), orders, base.lane)

@@ -212,6 +212,14 @@ class Ranks:
         self._meet(lambda group: group.broadcast(body, root), patiently=patiently)
         return body.numpy().tobytes()
 
+    def scatter(self, parts: Sequence[bytes], sizes: Sequence[int]) -> bytes:
+        """This rank's part of what rank 0 has; all know the parts' sizes, rank 0 alone gives the parts."""
+        if self.size == 1:
+            return parts[0]
+        nothing = [0] * self.size
+        send = sizes if self.rank == 0 else nothing
+        return self.all_to_all(_bytes(b"".join(parts)), send, [sizes[self.rank], *nothing[1:]]).numpy().tobytes()
+
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, of any length."""
         if self.size == 1:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tithe.errors import ResumeError
-from tithe.losses import LOSSES, Denominators, denominators
+from tithe.losses import LOSSES, Denominators
 from tithe.models import ALONE, Ranks
 from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.adam import Adam, StepResult, Tally
@@ -28,7 +28,7 @@ from tithe.trainer.full_shard import copy_whole, let_go, own_numbers, shard, who
 from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
 from tithe.trainer.proof import answer_of, probe_group, score_packed
-from tithe.trainer.ranks import Sums
+from tithe.trainer.ranks import Shares, Sums
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import RolloutGroup, TrainingBatch
 
@@ -79,17 +79,27 @@ class FullTrainer:
     # ------------------------------------------------------------------ a batch
 
     def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
-        """This rank's micro-batches, with the whole batch's denominators fixed; empty when nothing is trained.
+        """Begin a batch that all ranks have: this rank's micro-batches; empty when nothing is trained."""
+        shares = self.share_out(batch)
+        self.begin(shares.denominators, knows_reference=shares.knows_reference)
+        return shares.parts[self.ranks.rank]
 
-        Ranks must gather weights together, so each gets as many; where they do not divide, some repeat a micro-batch
-        with a loss mask that is off everywhere.
+    def share_out(self, batch: TrainingBatch) -> Shares:
+        """Who computes what of a batch. Changes nothing.
+
+        Ranks must gather weights together, so each gets as many micro-batches; where they do not divide, some repeat
+        one with a loss mask that is off everywhere.
         """
-        micros = plan_micro_batches(batch, self.settings.micro_batch_tokens)
-        self._tally = Tally()
-        self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
+        micros, size = plan_micro_batches(batch, self.settings.micro_batch_tokens), self.ranks.size
+        blank = [_masked(micros[-1])] * (-len(micros) % size) if micros else []
+        parts = [[*micros, *blank][rank::size] for rank in range(size)]
+        return Shares.of(micros, parts, self.settings.norm_tokens)
+
+    def begin(self, denominators: Denominators | None, *, knows_reference: bool) -> None:
+        """Begin a batch that was shared out: its micro-batches follow, with the reference's log-probs or without."""
+        del knows_reference  # each micro-batch says so itself: none is without rows
+        self._tally, self._denominators = Tally(), denominators
         self._zero_gradients()
-        blank = [_masked(micros[-1])] * (-len(micros) % self.ranks.size) if micros else []
-        return [*micros, *blank][self.ranks.rank :: self.ranks.size]
 
     def accumulate(self, micro: MicroBatch) -> None:
         """Forward and backward of one micro-batch; gradients add up to the batch's."""

@@ -11,12 +11,13 @@ log-probs to prove (of whole models: `tithe.trainer.full_leading`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from tithe.checkpoint import load_checkpoint
+from tithe.losses import Denominators
 from tithe.models import Decoder, Orders, Passes, Ranks, TrainAdapter
 from tithe.packing import MicroBatch
 from tithe.trainer.full import FullTrainer
@@ -34,10 +35,13 @@ CERTIFICATE_TOKENS = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan a batch under settings that may change from batch to batch; what is left of another is abandoned."""
+    """Begin a batch under settings that may change from batch to batch; what is left of another is abandoned. Every
+    rank's own micro-batches follow, `sizes` bytes each (rank 0 has its own)."""
 
-    batch: TrainingBatch
     settings: TrainerSettings
+    denominators: Denominators | None
+    knows_reference: bool
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,13 @@ class TellScores:
 
 TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion, AskOther, PlanScores, ScoreNext, TellScores)
 """Orders of a trainer over ranks."""
-TRAINER_CARRIERS = (*kinds_in(TrainingBatch), *kinds_in(TrainerSettings))
+TRAINER_CARRIERS = (
+    *kinds_in(RolloutGroup),
+    *kinds_in(BatchScores),
+    *kinds_in(TrainerSettings),
+    MicroBatch,
+    Denominators,
+)
 """What they carry."""
 
 
@@ -116,11 +126,13 @@ class TrainerShare:
         scorer: BatchScorer | None = None,
         other: Callable[[], Decoder] | None = None,
     ) -> None:
-        """`scorer` is what scores batches beforehand, where an algorithm needs that. `other` loads this rank's share of the
-        base held the other way (packed, or dequantized), which then stays."""
+        """`scorer` is what scores batches beforehand, where an algorithm needs that. `other` loads this rank's share of
+        the base held the other way (packed, or dequantized), which then stays."""
         self.trainer, self._other = trainer, other
         self._other_passes: Passes | None = None
+        self._orders = orders
         self._left: list[MicroBatch] = []
+        self._parts: list[bytes] = []
         orders.handle(Plan, self._plan)
         orders.handle(Accumulate, self._accumulate)
         orders.handle(Step, lambda _: trainer.step())
@@ -134,9 +146,22 @@ class TrainerShare:
             orders.handle(ScoreNext, lambda _: scorer.score(self._left.pop(0)))
             orders.handle(TellScores, lambda _: scorer.scores())
 
+    def share_out(self, batch: TrainingBatch, settings: TrainerSettings) -> Plan:
+        """On rank 0: the order by which every rank gets its own part of a batch, and no other."""
+        self.trainer.settings = settings
+        shares = self.trainer.share_out(batch)
+        self._left, *others = shares.parts
+        self._parts = [self._orders.wire.encode([_narrow(micro) for micro in part]) for part in others]
+        return Plan(settings, shares.denominators, shares.knows_reference, (0, *map(len, self._parts)))
+
     def _plan(self, order: Plan) -> list[MicroBatch]:
         self.trainer.settings = order.settings
-        self._left = self.trainer.plan(order.batch)
+        self.trainer.begin(order.denominators, knows_reference=order.knows_reference)
+        ranks = self._orders.ranks
+        data = ranks.scatter([b"", *self._parts] if ranks.rank == 0 else [], order.sizes)
+        self._parts = []
+        if ranks.rank > 0:
+            self._left = [_widen(micro) for micro in self._orders.wire.decode(data)]
         return list(self._left)
 
     def _plan_scores(self, scorer: BatchScorer, order: PlanScores) -> list[MicroBatch]:
@@ -159,6 +184,17 @@ class TrainerShare:
             widths = trainer.adapter.widths()
             self._other_passes = Passes(self._other(), widths, checkpointing=checkpointing, dropout=0.0)
         return _score_published(self._other_passes, directory, groups, trainer.ranks, shaken=False)
+
+
+def _narrow(micro: MicroBatch) -> MicroBatch:
+    """As it travels: recorded experts are most of a mixture's batch, and their numbers are small."""
+    experts = micro.experts
+    return micro if experts is None else replace(micro, experts=experts.astype(np.int16))
+
+
+def _widen(micro: MicroBatch) -> MicroBatch:
+    experts = micro.experts
+    return micro if experts is None else replace(micro, experts=experts.astype(np.int32))
 
 
 def take_back(trainer: Trainer | FullTrainer, directory: Path) -> None:
@@ -196,16 +232,16 @@ def _score_published(
 class LeadingTrainer:
     """On rank 0: what a train loop asks of a trainer, done by all ranks. On the lane."""
 
-    def __init__(self, own: Trainer | FullTrainer, orders: Orders, *, scores: bool = False) -> None:
+    def __init__(self, share: TrainerShare, orders: Orders, *, scores: bool = False) -> None:
         """`scores`: whether the ranks' shares score batches before they are trained."""
-        self.own, self._orders = own, orders
-        self.settings = own.settings
+        self._share, self._orders = share, orders
+        self.settings = share.trainer.settings
         """Those of the next batch."""
         self.scorer = LeadingScorer(self, orders) if scores else None
 
     def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
         """As `Trainer.plan`; as many micro-batches as every rank has."""
-        return self._orders.give(Plan(batch, self.settings))
+        return self._orders.give(self._share.share_out(batch, self.settings))
 
     def accumulate(self, _: MicroBatch) -> None:
         """As `Trainer.accumulate`: the next micro-batch of every rank."""

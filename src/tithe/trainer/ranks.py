@@ -1,6 +1,6 @@
 """One optimizer step on several ranks: who computes what, and what is summed.
 
-    plan_for_ranks   every rank plans the whole batch and takes its share      consumes the same batch on every rank
+    share_out        the whole batch planned, by rank that computes it
     Idle             a round without rows of one's own                         waits for the others, layer by layer
     sum_gradients    dense and shared tensors summed, those of an expert gathered from its owner
     check_alike      after the step every rank has the same masters, bit for bit
@@ -21,32 +21,52 @@ from torch import Tensor
 
 from tithe.arch import Shard
 from tithe.errors import RunError
-from tithe.losses import LossMetrics
+from tithe.losses import Denominators, LossMetrics, denominators
 from tithe.models import Decoder, IdlePass, Ranks
 from tithe.models.expert_adapter import EXPERT
 from tithe.packing import MicroBatch, plan_micro_batches
+from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
 
 
-def plan_for_ranks(batch: TrainingBatch, budget_tokens: int, ranks: Ranks) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """(all micro-batches, this rank's): as many for every rank, the last ones without rows where they do not suffice.
+@dataclass(frozen=True)
+class Shares:
+    """A planned batch: the whole batch's denominators (None: nothing is trained), and every rank's micro-batches."""
+
+    denominators: Denominators | None
+    parts: list[list[MicroBatch]]
+
+    @staticmethod
+    def of(micros: Sequence[MicroBatch], parts: list[list[MicroBatch]], norm_tokens: int) -> Shares:
+        """`micros` are the batch's, without those that only fill up."""
+        return Shares(denominators(micros, norm_tokens) if micros else None, parts)
+
+    @property
+    def knows_reference(self) -> bool:
+        """Whether the batch comes with the reference's log-probs."""
+        return any(micro.ref_logp is not None for part in self.parts for micro in part)
+
+
+def share_out(batch: TrainingBatch, settings: TrainerSettings, size: int) -> Shares:
+    """As many micro-batches for every one of `size` ranks, the last ones without rows where they do not suffice.
 
     Ranks wait for each other in every layer, so a round costs its largest micro-batch: rounds are made of neighbours in
     the order of size, and micro-batches are cut finer than the budget where that makes the sum over rounds smaller.
     """
-    micros = plan_micro_batches(batch, budget_tokens)
-    if ranks.size == 1 or not micros:
-        return micros, micros
-    rows = sum(micro.n_rows for micro in micros)
-    each = -(-rows // (-(-len(micros) // ranks.size) * ranks.size))
-    finer = plan_micro_batches(batch, min(each, budget_tokens))
-    micros = min((micros, finer), key=lambda plan: sum(micro.n_rows for micro in plan[:: ranks.size]))
-    own: list[MicroBatch] = []
-    for at in range(0, len(micros), ranks.size):
-        together = micros[at : at + ranks.size]
-        turn = ranks.rank if at // ranks.size % 2 == 0 else ranks.size - 1 - ranks.rank  # the largest takes turns
-        own.append(together[turn] if turn < len(together) else empty_micro_batch())
-    return micros, own
+    budget = settings.micro_batch_tokens
+    micros = plan_micro_batches(batch, budget)
+    if size > 1 and micros:
+        rows = sum(micro.n_rows for micro in micros)
+        each = -(-rows // (-(-len(micros) // size) * size))
+        finer = plan_micro_batches(batch, min(each, budget))
+        micros = min((micros, finer), key=lambda plan: sum(micro.n_rows for micro in plan[::size]))
+    parts: list[list[MicroBatch]] = [[] for _ in range(size)]
+    for at in range(0, len(micros), size):
+        together = [*micros[at : at + size], *[empty_micro_batch()] * (at + size - len(micros))]
+        is_even = at // size % 2 == 0  # the largest takes turns
+        for part, micro in zip(parts, together if is_even else reversed(together), strict=True):
+            part.append(micro)
+    return Shares.of(micros, parts, settings.norm_tokens)
 
 
 def empty_micro_batch() -> MicroBatch:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from tithe.errors import ResumeError
 from tithe.lora import LoraSpec
-from tithe.losses import LOSSES, Denominators, denominators
+from tithe.losses import LOSSES, Denominators
 from tithe.models import ALONE, AdapterGradients, Decoder, Passes, Ranks, TrainAdapter, stack_experts
 from tithe.packing import MicroBatch
 from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.critic import Critic
 from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
-from tithe.trainer.ranks import Idle, Sums, check_alike, empty_micro_batch, is_idle, plan_for_ranks, sum_gradients
+from tithe.trainer.ranks import Idle, Shares, Sums, check_alike, empty_micro_batch, is_idle, share_out, sum_gradients
 from tithe.trainer.reference import Reference
 from tithe.trainer.settings import TrainerSettings
 from tithe.types import TrainingBatch
@@ -79,15 +79,22 @@ class Trainer:
     # ------------------------------------------------------------------ a batch
 
     def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
-        """This rank's micro-batches, with the whole batch's denominators fixed; empty when nothing is trained."""
-        micros, own = plan_for_ranks(batch, self.settings.micro_batch_tokens, self.ranks)
-        self._tally, self._micro_index = Tally(), self.ranks.rank
-        self._knows_reference = batch.scores is not None and batch.scores.ref_logp is not None
-        self._denominators = denominators(micros, self.settings.norm_tokens) if micros else None
-        self._gradients = AdapterGradients(self.decoder, self._adapter) if micros else None
+        """Begin a batch that all ranks have: this rank's micro-batches; empty when nothing is trained."""
+        shares = self.share_out(batch)
+        self.begin(shares.denominators, knows_reference=shares.knows_reference)
+        return shares.parts[self.ranks.rank]
+
+    def share_out(self, batch: TrainingBatch) -> Shares:
+        """Who computes what of a batch. Changes nothing."""
+        return share_out(batch, self.settings, self.ranks.size)
+
+    def begin(self, denominators: Denominators | None, *, knows_reference: bool) -> None:
+        """Begin a batch that was shared out: its micro-batches follow, with the reference's log-probs or without."""
+        self._tally, self._micro_index, self._denominators = Tally(), self.ranks.rank, denominators
+        self._knows_reference = knows_reference
+        self._gradients = None if denominators is None else AdapterGradients(self.decoder, self._adapter)
         if self.critic is not None:
             self.critic.begin()
-        return own
 
     def accumulate(self, micro: MicroBatch) -> None:
         """Forward and backward of one micro-batch; gradients add up to the batch's."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from support.checkpoints import build_hf
 from support.learning import batch, group, rollout, snapshot
@@ -70,6 +71,7 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, family: str) -> None:
         folder.mkdir(exist_ok=True)
         results = trained(trainer, 1)
         trainer.probe([5, 9, 33], [7, 8])
+        assert all(isinstance(p, DTensor) for p in trainer.policy.parameters()), "a rank holds the whole head"
         trainer.write(folder)
         results += trained(trainer, 1)  # what lies between two steps leaves no trace
         late = snapshot(trainer.state_tensors())
