@@ -93,6 +93,10 @@ def test_four_ranks_run_what_one_rank_runs(file: Path, alone: Path, launcher: La
     mine, theirs = (json.loads((d / "run.json").read_text()) for d in (run_dir, alone))
     assert mine["model"] == theirs["model"], "the base's checksum is nobody's in particular"
     assert (mine["machine"]["ranks"], theirs["machine"]["ranks"]) == (4, 1)
+    peaks = [mine["memory"][f"rank_{rank}_peak_rss_bytes"] for rank in range(4)]
+    assert all(peak > 50e6 for peak in peaks), "a process with torch in it"
+    assert rows[-1]["rank_peak_bytes"] == max(peaks)
+    assert "rank_0_peak_rss_bytes" not in theirs["memory"]
     first, second = (next(r["eval_sampled"] for r in metric_rows(d) if "eval_sampled" in r) for d in (run_dir, alone))
     assert first == second
 

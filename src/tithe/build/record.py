@@ -105,6 +105,7 @@ class RunRecord:
             "reward_model_bytes": session.reward_models.n_bytes,
             "kv_pages_bytes": int(engine.stats()["kv_bytes"]),
             "peak_pss_bytes": max(before, pss or 0) or None,
+            **{f"rank_{rank}_peak_rss_bytes": peak for rank, peak in enumerate(session.learner.peaks)},
         }
 
     def observe(self) -> None:

@@ -67,6 +67,7 @@ METRICS: dict[str, MetricInfo] = {
     "no_spread_groups": MetricInfo("Groups dropped for equal rewards"),
     "loss": MetricInfo("Loss"),
     "router_agreement": MetricInfo("Experts chosen as while sampling", "fraction"),
+    "rank_peak_bytes": MetricInfo("Largest memory of a rank", "bytes"),
     "grad_norm": MetricInfo("Gradient norm"),
     "lr": MetricInfo("Learning rate"),
     "skipped": MetricInfo("Skipped steps"),

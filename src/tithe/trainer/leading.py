@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from tithe.checkpoint import load_checkpoint
 from tithe.losses import Denominators
@@ -26,6 +27,7 @@ from tithe.trainer.scoring import BatchScorer
 from tithe.trainer.settings import TrainerSettings
 from tithe.trainer.trainer import StepResult, Trainer
 from tithe.types import BatchScores, RolloutGroup, TrainingBatch
+from tithe.utils.memory import peak_rss_bytes
 from tithe.utils.wire import kinds_in
 from tithe.weight_sync import load_published
 
@@ -131,11 +133,13 @@ class TrainerShare:
         self.trainer, self._other = trainer, other
         self._other_passes: Passes | None = None
         self._orders = orders
+        self.peaks: list[int] = []
+        """Largest resident size of every rank's process so far, in bytes, as of the last step; with one rank none."""
         self._left: list[MicroBatch] = []
         self._parts: list[bytes] = []
         orders.handle(Plan, self._plan)
         orders.handle(Accumulate, self._accumulate)
-        orders.handle(Step, lambda _: trainer.step())
+        orders.handle(Step, lambda _: self._step())
         orders.handle(TakeBack, self._take_back)
         if isinstance(trainer, Trainer):
             orders.handle(AskProbe, lambda order: prove(trainer, order.prompt, order.target))
@@ -171,6 +175,13 @@ class TrainerShare:
 
     def _accumulate(self, _: Accumulate) -> None:
         self.trainer.accumulate(self._left.pop(0))
+
+    def _step(self) -> StepResult:
+        result, ranks = self.trainer.step(), self._orders.ranks
+        if ranks.size > 1:
+            self.peaks = [int(one) for one in ranks.all_gather(torch.tensor([peak_rss_bytes() or 0]))]
+            result.metrics["rank_peak_bytes"] = float(max(self.peaks))
+        return result
 
     def _take_back(self, order: TakeBack) -> None:
         take_back(self.trainer, Path(order.directory))
@@ -250,6 +261,11 @@ class LeadingTrainer:
     def step(self) -> StepResult:
         """As `Trainer.step`."""
         return self._orders.give(Step())
+
+    @property
+    def peaks(self) -> list[int]:
+        """As `TrainerShare.peaks`."""
+        return self._share.peaks
 
     def take_back(self, directory: Path) -> None:
         """Load the state of a checkpoint, which all ranks can read."""

@@ -39,6 +39,17 @@ def give_back(address: int, n_bytes: int) -> None:
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED))
 
 
+def peak_rss_bytes() -> int | None:
+    """The largest resident size that this process has had, or None where the kernel does not say."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
 def pss_bytes() -> int | None:
     """Proportional set size of this process, or None where the kernel does not say."""
     try:
