@@ -16,13 +16,19 @@ from tithe.errors import ConfigError
 
 def start_crew(size: int) -> Crew:
     """The ranks of a run, on rank 0; `Crew.meet` connects them. `ConfigError` when a launcher has started another
-    number.
+    number, or several of a command that leads.
 
     On Linux a process that has no threads yet forks, so that nothing is imported twice; otherwise new interpreters
     start.
     """
     if launched_rank() is not None:
-        given = int(os.environ["WORLD_SIZE"])
+        rank, given = launched_rank(), int(os.environ["WORLD_SIZE"])
+        if rank:
+            raise ConfigError(
+                f"a launcher has started this command as rank {rank}, but only `tithe train` and `tithe resume` follow "
+                f"one; start it once, with run.ranks = {given}: it starts the other ranks itself",
+                "run.ranks",
+            )
         if given != size:
             raise ConfigError(f"run.ranks = {size}, but the launcher started {given}; set it to that", "run.ranks")
         return Crew(size=size)

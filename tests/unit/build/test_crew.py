@@ -55,6 +55,13 @@ def test_another_number_than_the_launchers_is_refused(monkeypatch: pytest.Monkey
     assert caught.value.key == "run.ranks"
 
 
+def test_a_command_that_does_not_follow_is_refused_on_ranks_above_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"as rank 1, but only `tithe train`.* run\.ranks = 2"):
+        launch.start_crew(2)
+
+
 def test_a_rank_that_ends_before_it_comes_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(rank: int, *_: object) -> None:
         if rank == 2:
