@@ -7,3 +7,5 @@ The peers live in an environment of their own under ``.bench/`` (made on first u
 there from the demo's GGUF. Every side is a process of its own that waits while another one is measured; rounds are
 interleaved and medians are compared.
 """
+
+import tithe  # noqa: F401  before torch: how long its idle threads wait

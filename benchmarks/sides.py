@@ -30,6 +30,8 @@ class Side:
         self.name = name
         self._log_path = CACHE / "logs" / f"{name}.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Tithe's own setting, which its side makes again; peers run as they come
+        inherited = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
         say(f"starting {name} (log: {self._log_path.relative_to(CACHE.parent)})")
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
@@ -39,7 +41,7 @@ class Side:
                 stderr=log,
                 text=True,
                 cwd=CACHE.parent,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})},
+                env={**inherited, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})},
             )
         self._sampler = PssSampler(self._process.pid, FAST_SAMPLING_S)
         self.facts = self._read()
