@@ -21,9 +21,10 @@ def start_crew(size: int) -> Crew:
     On Linux a process that has no threads yet forks, so that nothing is imported twice; otherwise new interpreters
     start.
     """
-    if launched_rank() is not None:
-        rank, given = launched_rank(), int(os.environ["WORLD_SIZE"])
-        if rank:
+    rank = launched_rank()
+    if rank is not None:
+        given = int(os.environ["WORLD_SIZE"])
+        if rank > 0:
             raise ConfigError(
                 f"a launcher has started this command as rank {rank}, but only `tithe train` and `tithe resume` follow "
                 f"one; start it once, with run.ranks = {given}: it starts the other ranks itself",

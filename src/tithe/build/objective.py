@@ -34,7 +34,7 @@ OVERLONG_SHARE = 5
 def loss_settings(cfg: RunConfig, kl_coef: float) -> LossSettings:
     """The loss's part."""
     rl = cfg.rl
-    estimator, _, weighed = rl.kl_estimator.partition("_")
+    estimator, is_unbiased = rl.kl_estimate
     return LossSettings(
         aggregation=Aggregation(rl.aggregation),
         clip_range=rl.clip_range,
@@ -44,7 +44,7 @@ def loss_settings(cfg: RunConfig, kl_coef: float) -> LossSettings:
         entropy_coef=rl.entropy_coef,
         dual_clip=rl.dual_clip,
         kl_level=rl.kl_level,
-        kl_unbiased=weighed == "unbiased",
+        kl_unbiased=is_unbiased,
         correction=CorrectionSettings(*rl.correction_of, *rl.correction_bounds, rl.correction_veto),
     )
 
@@ -70,7 +70,7 @@ def advantage_plan(cfg: RunConfig) -> AdvantagePlan:
     return AdvantagePlan(
         rule=AdvantageRule(ESTIMATOR_OF[rl.algorithm], rl.advantage_scale, rl.gamma, rl.gae_lambda),
         overlong=Overlong(rl.overlong, limit, max(1, limit // OVERLONG_SHARE)),
-        kl_estimator=rl.kl_estimator.partition("_")[0],
+        kl_estimator=rl.kl_estimate[0],
         kl_level=rl.kl_level,
         kl_in_reward=rl.kl_placement == "reward",
     )

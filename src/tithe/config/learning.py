@@ -341,6 +341,12 @@ class RlSettings(Section):
         return correction_parts(self.correction)
 
     @property
+    def kl_estimate(self) -> tuple[str, bool]:
+        """The estimator, and whether the importance ratio weighs it: `k3_unbiased` is ("k3", True)."""
+        name, _, weighed = self.kl_estimator.partition("_")
+        return name, weighed == "unbiased"
+
+    @property
     def kl_steering(self) -> tuple[float | None, int]:
         """Target (None: the weight is kept) and horizon of `kl_target`."""
         return self.kl_target if isinstance(self.kl_target, tuple) else (self.kl_target, KL_HORIZON)

@@ -1,7 +1,7 @@
 """The frozen base in memory and everything that computes on it: loading, forward, heads, training passes, pages,
 the lane."""
 
-from tithe.models.adamw import AdamW
+from tithe.models.adamw import AdamW, clip
 from tithe.models.autotune import Tuning, choose
 from tithe.models.decoder import Decoder, ModelAdapter
 from tithe.models.expert_adapter import share_outer, split_experts, stack_experts
@@ -53,6 +53,7 @@ __all__ = [
     "Tuning",
     "check_replay",
     "choose",
+    "clip",
     "load_model",
     "new_value_head",
     "norm_backward",

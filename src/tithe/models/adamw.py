@@ -12,6 +12,12 @@ EPS = 1e-8
 """Added to the root of the second moment, as in Adam's paper (arXiv 1412.6980)."""
 
 
+def clip(grads: Mapping[str, Tensor], norm: float, limit: float) -> Mapping[str, Tensor]:
+    """Scale gradients of a global norm in place to at most `limit`, as `torch.nn.utils.clip_grad_norm_` does."""
+    scale = min(1.0, limit / (norm + 1e-6))
+    return {name: grad.mul_(scale) for name, grad in grads.items()}
+
+
 class AdamW:
     """The same numbers, bit for bit, as `torch.optim.AdamW` without `foreach`, whose first instance imports torch's
     compiler: 168 MB and seconds of every process that trains.

@@ -19,6 +19,7 @@ from tithe.models import (
     Decoder,
     Passes,
     TrainAdapter,
+    clip,
     new_value_head,
     split_experts,
     stack_experts,
@@ -139,8 +140,8 @@ class PreferenceTrainer:
         return float(loss.detach()), float((gap > 0).sum() + 0.5 * (gap == 0).sum())
 
     def _apply(self, grads: Mapping[str, Tensor], norm: float) -> None:
-        scale = min(1.0, self._settings.max_grad_norm / (norm + 1e-6))
-        self._adamw.step({name: grad.mul_(scale) for name, grad in grads.items()}, self._settings.rate(self.steps))
+        clipped = clip(grads, norm, self._settings.max_grad_norm)
+        self._adamw.step(clipped, self._settings.rate(self.steps))
         self._passes.forget(self._adapter)
         self._adapter = TrainAdapter.build(self._passes.decoder, self._adapter_masters(), self.spec)
 

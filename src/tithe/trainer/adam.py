@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tithe.errors import ResumeError
 from tithe.losses import LossMetrics, LossOutput, summarize
-from tithe.models import AdamW
+from tithe.models import AdamW, clip
 from tithe.trainer.full_shard import copy_whole, whole
 from tithe.trainer.settings import TrainerSettings
 
@@ -81,8 +81,7 @@ class Adam:
         finite = bool(np.isfinite(norm) and (loss is None or np.isfinite(loss)))
         rate = s.rate(self.steps)
         if finite and loss is not None:
-            scale = min(1.0, s.max_grad_norm / (norm + 1e-6))
-            self._adamw.step({name: grad.mul_(scale) for name, grad in grads.items()}, rate)
+            self._adamw.step(clip(grads, norm, s.max_grad_norm), rate)
         self.steps += 1
         return Applied(norm, rate, finite)
 
