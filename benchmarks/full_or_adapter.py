@@ -25,16 +25,18 @@ from benchmarks.output import commit
 from benchmarks.peer_env import ensure_peer_environment, say
 
 RANKS = "32"
+EVERY = 4
+"""Batches between two evaluations."""
 
 RUN_FILE = """\
 model: {{path: {model}, max_context: 128}}
 lora: {{r: 32, alpha: 64}}
-optimizer: {{lr: 5e-4}}
-rl: {{samples_per_prompt: 4, batch_size_per_update: 8, max_policy_update_lag: 0, kl_coef: 0, micro_batch_tokens: 512}}
+optimizer: {{lr: 3e-4}}
+rl: {{samples_per_prompt: 8, batch_size_per_update: 64, max_policy_update_lag: 0, kl_coef: 0, micro_batch_tokens: 1024}}
 rollout: {{max_new_tokens: 12, max_prompt_tokens: 96}}
-task: {{source: products, eval_size: 8}}
-engine: {{max_running: 16, kv_memory_mib: 64}}
-run: {{max_steps: {steps}, eval_every: {every}, eval_samples_per_question: 1, checkpoint_every: {steps}}}
+task: {{source: products, eval_size: 32}}
+engine: {{max_running: 64, kv_memory_mib: 64}}
+run: {{max_steps: {steps}, eval_every: {every}, eval_samples_per_question: 4, checkpoint_every: {steps}}}
 """
 
 HEAD = ("run", "learning rate", "held out, before > … > after", "peak MiB", "trained state MiB", "s/batch")
@@ -46,7 +48,7 @@ def compare(steps: int) -> dict[str, Any]:
     peers = ensure_peer_environment()
     with tempfile.TemporaryDirectory(dir=peers.model_dir.parent) as scratch:
         run_file = Path(scratch) / "job.yaml"
-        run_file.write_text(RUN_FILE.format(model=peers.model_dir, steps=steps, every=steps))
+        run_file.write_text(RUN_FILE.format(model=peers.model_dir, steps=steps, every=EVERY))
         command = [sys.executable, "-m", "tithe.cli", "capacity", str(run_file), "--ranks", RANKS, "--copy", "int4"]
         command += ["--json", f"run.dir={scratch}/runs"]
         answer = subprocess.run(command, stdout=subprocess.PIPE, check=False)
@@ -87,7 +89,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print exactly one line with one JSON object")
-    parser.add_argument("--steps", type=int, default=2, help="batches of each run")
+    parser.add_argument("--steps", type=int, default=12, help="batches of each run")
     options = parser.parse_args()
     answer = compare(options.steps)
     result = {**answer, "machine": machine(), "commit": commit()}

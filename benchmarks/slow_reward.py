@@ -36,7 +36,7 @@ WARM_UP = 2
 def run(folder: Path, name: str, reward: str, lag: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the trained batches after the first ones, of one run by the real command line."""
     overrides = {
-        "run.dir": folder / f"{name}-{lag}",
+        "run.dir": folder / name,
         "run.max_steps": options.batches + WARM_UP,
         "run.eval_every": "null",
         "task.source": "products",
@@ -64,22 +64,37 @@ def run(folder: Path, name: str, reward: str, lag: int, options: argparse.Namesp
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode != 0:
         raise SystemExit(f"the run failed: {done.stderr[-2000:]}")
-    lines = (folder / f"{name}-{lag}" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     rows = [row for line in lines if "loss" in (row := json.loads(line))]
     return rows[WARM_UP:]
 
 
-def seconds(rows: list[dict[str, Any]], key: str) -> float:
-    """Median of one metric over the batches."""
-    return median(row[key] for row in rows)
+def compare(folder: Path, lag: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of an instant and a slow run one after the other. Of each round all seconds of the measured batches count,
+    not a typical batch: where sampling overlaps with training, long and short batches take turns."""
+    totals: dict[str, list[float]] = {"instant": [], "slow": []}
+    waits: dict[str, list[float]] = {"instant": [], "slow": []}
+    for turn in range(options.rounds):
+        for reward in ("instant", "slow"):
+            rows = run(folder, f"{reward}-{lag}-{turn}", reward, lag, options)
+            for key, values in (("step_s", totals), ("wait_s", waits)):
+                values[reward].append(sum(row[key] for row in rows) / len(rows))
+    pairs = zip(totals["instant"], totals["slow"], strict=True)
+    return {
+        "instant_step_s": median(totals["instant"]),
+        "slow_step_s": median(totals["slow"]),
+        "throughput_lost": median(1 - instant / slow for instant, slow in pairs),
+        "exposed_s": median(waits["slow"]) - median(waits["instant"]),
+    }
 
 
 def main() -> None:
-    """Four runs, interleaved by kind, then one table."""
+    """Both lags, then one line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print exactly one line with one JSON object")
     parser.add_argument("--sleep-s", type=float, default=0.5)
-    parser.add_argument("--batches", type=int, default=6, help="batches measured in each run")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs at each lag; medians are reported")
+    parser.add_argument("--batches", type=int, default=8, help="batches measured in each run")
     parser.add_argument("--rollouts", type=int, default=64, help="rollouts a batch")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--workers", type=int, default=16, help="reward.workers of all runs")
@@ -91,12 +106,7 @@ def main() -> None:
         (folder / "rewards.py").write_text(REWARDS.format(sleep_s=options.sleep_s))
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         for lag in (1, 0):
-            rows = {reward: run(folder, reward, reward, lag, options) for reward in ("instant", "slow")}
-            steps = {reward: seconds(found, "step_s") for reward, found in rows.items()}
-            result[f"L{lag}_instant_step_s"] = steps["instant"]
-            result[f"L{lag}_slow_step_s"] = steps["slow"]
-            result[f"L{lag}_throughput_lost"] = 1 - steps["instant"] / steps["slow"]
-            result[f"L{lag}_exposed_s"] = seconds(rows["slow"], "wait_s") - seconds(rows["instant"], "wait_s")
+            result |= {f"L{lag}_{key}": value for key, value in compare(folder, lag, options).items()}
     emit(result, as_json=options.json)
 
 
