@@ -290,7 +290,8 @@ class EngineSettings(Section):
     """The rollout engine on the shared base."""
 
     max_running: int = Field(default=64, ge=1, le=65536)
-    """Sequences decoded together. More is faster per token and needs more KV memory; results do not depend on it."""
+    """Sequences decoded together. More is faster per token and needs more KV memory; results do not depend on it.
+    Conversations that wait for a tool, and answers that wait for their reward, are none of them."""
 
     kv_memory_mib: int = Field(default=512, ge=1)
     """Bound of the KV cache in MiB; requests wait when it is full. It must hold at least one longest sequence."""

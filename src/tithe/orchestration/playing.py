@@ -53,9 +53,13 @@ class Player:
         item: PromptItem,
         variants: Sequence[SamplingParams],
         adapter: str | None,
-        ended: Callable[[], None] = lambda: None,
+        places: Callable[[int], None] = lambda _: None,
     ) -> tuple[tuple[int, ...], tuple[Rollout, ...]]:
-        """The prompt's ids and one rollout per variant, in order; `ended` is called as each of them ends.
+        """The prompt's ids and one rollout per variant, in order.
+
+        Each variant is taken to have a place in the engine from the start. `places` is told -1 when a turn of one has
+        been sampled (or none ever will be) and +1 when it asks for another: one that waits for its tool or its reward
+        has none.
 
         Raises `UserError` and cancellation only: what the user has to mend (a reward function that returns no number)
         is nobody's episode.
@@ -65,23 +69,24 @@ class Player:
         if slot.failure is not None:
             return (), tuple(failed_rollout(params, slot.failure) for params in variants)
         requests = [GenerateRequest(prompt_ids, params, adapter) for params in variants]
-        plays = (self._play_one(item, request, ended) for request in requests)
+        plays = (self._play_one(item, request, places) for request in requests)
         played = await asyncio.gather(*plays, return_exceptions=True)
         for outcome in played:
             if isinstance(outcome, BaseException):
                 raise outcome
         return prompt_ids, tuple(outcome for outcome in played if isinstance(outcome, Rollout))
 
-    async def _play_one(self, item: PromptItem, request: GenerateRequest, ended: Callable[[], None]) -> Rollout:
+    async def _play_one(self, item: PromptItem, request: GenerateRequest, places: Callable[[int], None]) -> Rollout:
+        turns = _Turns(self.generate, places)
         rollout: Rollout | None = None
         breach: UserError | None = None
         with boundary(FailureCause.ENVIRONMENT) as slot:
             try:
-                rollout = await self._attempt(item, request)
+                rollout = await self._attempt(item, request, turns.generate)
             except UserError as error:
                 breach = error
             finally:
-                ended()
+                turns.end()
         if breach is not None:
             raise breach
         if slot.failure is not None:
@@ -89,10 +94,10 @@ class Player:
         assert rollout is not None
         return rollout
 
-    async def _attempt(self, item: PromptItem, request: GenerateRequest) -> Rollout:
+    async def _attempt(self, item: PromptItem, request: GenerateRequest, generate: GenerateFn) -> Rollout:
         try:
             async with asyncio.timeout(self.timeout_s):
-                answer = cast("object", await self.env.rollout(item, request, self.generate))
+                answer = cast("object", await self.env.rollout(item, request, generate))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -102,6 +107,28 @@ class Player:
         if not isinstance(answer, Rollout):
             raise RolloutFailure(FailureCause.ENVIRONMENT, f"the environment returned {answer!r} and no rollout")
         return replace(answer, sample=request.params.sample)
+
+
+class _Turns:
+    """One rollout's calls of the engine; its first turn has a place from the start."""
+
+    def __init__(self, generate: GenerateFn, places: Callable[[int], None]) -> None:
+        self._generate, self._places = generate, places
+        self._expected = True
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if not self._expected:
+            self._places(1)
+        self._expected = False
+        try:
+            return await self._generate(request)
+        finally:
+            self._places(-1)
+
+    def end(self) -> None:
+        """The rollout is over."""
+        if self._expected:
+            self._places(-1)
 
 
 def failed_rollout(params: SamplingParams, failure: Failure) -> Rollout:

@@ -34,8 +34,9 @@ class RolloutPlan:
     """How groups are made. Sizes count rollouts.
 
     `params` is the template of every request, with the run's seed in it. `buffer` bounds what waits or runs
-    (`rl.rollout_buffer_size`); `max_running` bounds the rollouts that have not ended (`engine.max_running`), so that a
-    group is bound to a version only when the engine has room for it. `failed_batches` is how many batches' worth of
+    (`rl.rollout_buffer_size`); `max_running` bounds the sequences that the engine has or is about to get
+    (`engine.max_running`), so that a group is bound to a version only when the engine has room for it; a rollout whose
+    tool or reward is awaited is none of them. `failed_batches` is how many batches' worth of
     rollouts may fail in a row, in groups of which nothing can be used, before the run ends. `schedule` and `sizes` say
     what changes from batch to batch and from prompt to prompt. `diversity_penalty` is taken off the rewards of a group,
     times each completion's likeness to the others. `needs_spread` drops groups of equal rewards and lets other prompts
@@ -60,8 +61,8 @@ class RolloutLoop:
     produces      committed groups (READY), and rejected ones of which nothing can be used
     waits for     room (`room_for_rollouts`, `rollout_buffer_size`, `max_running`); the engine and the graders of groups
                   that run
-    unblocked by  `RunControl.notify`: a version confirmed, a batch leased, groups dropped, a stop requested; a rollout
-                  that ends
+    unblocked by  `RunControl.notify`: a version confirmed, a batch leased, groups dropped, a stop requested; a turn
+                  that has been sampled
 
     With `on_publish: finish` a group is bound to the version served at its admission, and keeps it live; otherwise
     requests carry no adapter's name and follow what is served. Failures of rollouts are data. What ends the run: an
@@ -95,7 +96,7 @@ class RolloutLoop:
         self._failed_in_a_row = self._equal_in_a_row = 0
         self._groups: set[asyncio.Task[None]] = set()
         self._ended = False
-        self._unfinished = 0  # rollouts; only the loop's own thread touches it
+        self._placed = 0  # sequences in the engine or on their way; only the loop's own thread touches it
         self._wake = asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="rollout-loop", daemon=True)
 
@@ -155,13 +156,13 @@ class RolloutLoop:
 
     def _room(self) -> Room | None:
         served, plan = self._served.current(), self._plan
-        if served is None or self._unfinished >= plan.max_running:
+        if served is None or self._placed >= plan.max_running:
             return None
         counts = self._pool.counts()
         # The version may rise between this check and the admission. That only adds room (proof 1 of
         # `staleness.bounds`).
         room = self._rules.room(counts, served.version.serial)
-        if room is None or (self._unfinished and self._unfinished + room.likely > plan.max_running):
+        if room is None or (self._placed and self._placed + room.likely > plan.max_running):
             return None
         return None if counts.running_rollouts + counts.ready_rollouts + room.likely > plan.buffer else room
 
@@ -171,29 +172,30 @@ class RolloutLoop:
         if not self._binds:
             self._served.release(served)
         self._counters.begin()
-        self._unfinished += admission.n_samples
+        self._placed += admission.n_samples
         self._groups.add(self._watch(self._make_group(admission, served)))
 
     # ------------------------------------------------------------------ one group
 
     async def _make_group(self, admission: Admission, served: ServedVersion) -> None:
         rollouts: tuple[Rollout, ...] = ()
-        unfinished = admission.n_samples
+        placed = admission.n_samples
 
-        def ended() -> None:
-            nonlocal unfinished
-            unfinished -= 1
-            self._unfinished -= 1
-            self._wake.set()
+        def places(change: int) -> None:
+            nonlocal placed
+            placed += change
+            self._placed += change
+            if change < 0:
+                self._wake.set()
 
         try:
             params = self._rules.sampling(admission.batch, admission.group_id)
             variants = [replace(params, sample=sample) for sample in range(admission.n_samples)]
             item = self._items[admission.prompt_id]
             adapter = served.name if self._binds else None
-            prompt_ids, rollouts = await self._player.play(item, variants, adapter, ended)
+            prompt_ids, rollouts = await self._player.play(item, variants, adapter, places)
         finally:
-            self._unfinished -= unfinished  # those that never began
+            self._placed -= placed  # those that never began
             self._counters.end(rollouts)
             if self._binds:
                 self._served.release(served)

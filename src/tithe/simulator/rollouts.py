@@ -3,7 +3,7 @@
 consumes      groups by number; the served version
 produces      READY groups, and rejected ones of which nothing can be used
 waits for     room (`room_for_rollouts`, `buffer`, `max_running`); engine, tools and reward workers of groups that run
-unblocked by  a version confirmed, a batch leased, groups dropped, a rollout that ends
+unblocked by  a version confirmed, a batch leased, groups dropped, a turn that has been sampled
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RolloutLoop:
     ) -> None:
         self._env, self._scenario, self._pool, self._lanes = env, scenario, pool, lanes
         self._versions, self._ledger, self._room, self._done = versions, ledger, room, done
-        self._unfinished = 0
+        self._placed = 0  # sequences in the engine or on their way
         self._failed_in_a_row = 0
         workers = scenario.reward_workers
         self._workers = None if workers is None else simpy.Resource(env, workers)
@@ -78,7 +78,7 @@ class RolloutLoop:
         room = room_for_rollouts(scenario.bounds, accepted=admitted - running, running=running, served_serial=served)
         in_batch = batch_rollouts - admitted % batch_rollouts
         size = fit_group(scenario.group_size(admitted // batch_rollouts), in_batch, 1)
-        if self._unfinished and self._unfinished + size > scenario.max_running:
+        if self._placed and self._placed + size > scenario.max_running:
             return "max_running"
         if room < size:
             return "staleness"
@@ -92,7 +92,7 @@ class RolloutLoop:
             self._versions.release(version)
         group = pool.admit(partial(draw_shape, scenario, size), version, self._env.now)
         self._ledger.counts["admitted"] += 1
-        self._unfinished += size
+        self._placed += size
         ends: list[_Ending] = []
         plays = [
             self._env.process(self._play(group, number, sample, version if binds else None, ends))
@@ -138,9 +138,13 @@ class RolloutLoop:
             engine = lane.engine
             assert engine is not None, "rollout lanes have an engine"
             request = Request(group.group_id, number, at, context, turn.new_tokens, version, self._env.event())
+            if at:
+                self._placed += 1  # the first turn has its place since the group's admission
             if engine.submit(request):
                 lane.wake()
             yield request.done
+            self._placed -= 1
+            self._room.fire()
             tokens += turn.new_tokens
             first = request.first_serial if first < 0 else first
             context += turn.new_tokens + turn.tool_tokens
@@ -152,8 +156,6 @@ class RolloutLoop:
         if usable:
             usable = yield from self._judge(sample.reward_s)
         ends.append(_Ending(first, tokens, usable))
-        self._unfinished -= 1
-        self._room.fire()
 
     def _judge(self, seconds: float) -> Generator[simpy.Event, object, bool]:
         """Wait for a worker and its verdict; False when it takes too long and is killed."""

@@ -155,7 +155,24 @@ def test_a_request_that_the_engine_cancels_is_a_failure_and_not_a_cancelled_task
         return future
 
     engine.submit = submit
-    ended = []
-    _, (rollout,) = asyncio.run(make_player(engine).play(QUESTIONS[0], [PARAMS], "v1", lambda: ended.append(1)))
+    places = []
+    _, (rollout,) = asyncio.run(make_player(engine).play(QUESTIONS[0], [PARAMS], "v1", places.append))
     assert rollout.failure == Failure(FailureCause.CANCELLED, "the engine cancelled the request")
-    assert ended == [1]
+    assert places == [-1]
+
+
+@pytest.mark.parametrize(("turns", "seen"), [(0, [-1]), (1, [-1]), (3, [-1, 1, -1, 1, -1])])
+def test_a_conversation_has_a_place_in_the_engine_while_a_turn_is_sampled(engine, turns, seen):
+    env, places = FakeEnv(), []
+    play = env.rollout
+
+    async def conversation(item, request, generate):
+        for turn in range(turns):
+            assert sum(places) == -1 * (turn > 0), "between two turns there is no place"
+            rollout = await play(item, request, generate)
+        return rollout
+
+    env.rollout = conversation
+    player = Player(env, generate_with(engine), lambda item: [len(item.id), 1])
+    asyncio.run(player.play(QUESTIONS[0], [PARAMS], "v1", places.append))
+    assert places == seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sqlite3
 import threading
@@ -69,6 +70,23 @@ def test_running_groups_follow_the_served_version_when_they_are_not_bound(tmp_pa
     assert {request.adapter for request in world.engine.requests} == {None}
     assert world.train is not None
     assert max(world.trainer.ages) <= ASYNC.max_age
+
+
+def test_an_answer_that_waits_for_its_reward_takes_no_place_in_the_engine(tmp_path):
+    """The engine has 12 places; the rewards of the first 12 answers come when it has been asked for more."""
+    world = World(tmp_path, bounds=ASYNC, steps=2, timeout_s=20.0)
+    play, more = world.env.rollout, asyncio.Event()
+
+    async def judged_late(item, request, generate):
+        if len(world.engine.requests) >= 12:
+            more.set()
+        rollout = await play(item, request, generate)
+        await more.wait()
+        return rollout
+
+    world.env.rollout = judged_late
+    world.run()
+    assert rows_of(tmp_path, "SELECT COUNT(*) AS n FROM rollouts WHERE cause IS NOT NULL") == [{"n": 0}]
 
 
 def test_old_versions_are_dropped_once_nobody_uses_them_and_never_before(tmp_path):

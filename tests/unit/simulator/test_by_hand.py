@@ -94,6 +94,13 @@ def test_a_full_engine_makes_requests_wait():
     assert narrow.step_s == pytest.approx(4 * 10 + 1)
 
 
+def test_an_answer_that_waits_for_its_reward_takes_no_place_in_the_engine():
+    """Little's law again, with one place: still four rollouts are under way, three of which are judged."""
+    work = Workload(prompt_tokens=Fixed(1), new_tokens=Fixed(1), reward_s=Fixed(8.0))
+    outcome = simulate(scene(bounds(3), SECOND, work, layout=TWO_LANES, steps=40, max_running=1))
+    assert outcome.step_s == pytest.approx(10.0 / 4)
+
+
 def test_between_two_micro_batches_the_engine_gets_one_tick():
     """Training of four micro-batches and an optimizer step is stretched by a tick each, no more and no less."""
     costs = LaneCosts(tick_fixed_s=1.0, micro_fixed_s=2.0, optimizer_s=2.0)
