@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tithe.errors import DataError
 
@@ -65,7 +65,7 @@ def parse_tests(value: Any) -> Tests:
             return _asserts(text, None)
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return _asserts(text, None)
     if isinstance(value, Mapping):
         return _from_mapping(value)
@@ -102,17 +102,23 @@ def _from_columns(value: Mapping[str, Any]) -> Tests:
         raise DataError("`inputs` and `outputs` must be lists of one length, and not empty")
     name = value.get("fn_name", value.get("function"))
     if name:
+        odd = next((args for args in inputs if not isinstance(args, list)), None)
+        if odd is not None:
+            raise DataError(f"`inputs` of a function are lists of arguments, not {odd!r:.60}")
         return [FunctionTest(str(name), list(args), right) for args, right in zip(inputs, outputs, strict=True)]
     return [StdioTest(_text(given), _text(right)) for given, right in zip(inputs, outputs, strict=True)]
 
 
-def _from_rows(rows: Sequence[Mapping[str, Any]], function: Any) -> Tests:
+def _from_rows(rows: Sequence[Any], function: Any) -> Tests:
     functions: list[FunctionTest] = []
     stdio: list[StdioTest] = []
     for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(f"test {number} is {row!r:.60}; an object with keys is needed")
         name = row.get("name", row.get("function", function))
-        if "expected" in row and isinstance(name, str) and isinstance(row.get("args", []), list):
-            functions.append(FunctionTest(name, row.get("args", []), row["expected"], row.get("kwargs", {})))
+        args, kwargs = row.get("args", []), row.get("kwargs", {})
+        if "expected" in row and isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, Mapping):
+            functions.append(FunctionTest(name, args, row["expected"], kwargs))
         elif ("stdout" in row) or ("output" in row):
             stdio.append(
                 StdioTest(_text(row.get("stdin", row.get("input", ""))), _text(row.get("stdout", row.get("output"))))
@@ -132,6 +138,8 @@ def _text(value: Any) -> str:
         return "\n".join(value)
     if not isinstance(value, str):
         raise DataError(f"standard input and output are text, not {value!r:.60}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise DataError(f"standard input or output holds half of a surrogate pair: {value!r:.60}")
     return value
 
 
@@ -149,6 +157,43 @@ def _lines(text: str) -> list[str]:
     while lines and not lines[-1]:
         lines.pop()
     return lines
+
+
+NOTHING: Final = object()
+"""Stands for a result that equals no expected one."""
+
+
+def plain_result(value: Any) -> Any:
+    """A result as a program wrote it (by the rules of `inside.wire`), as JSON values; `NOTHING` for what JSON has not.
+
+    Unlike `wire.decode` it computes no number and hashes nothing but text: a program can write a fraction with a
+    billion digits, or keys that all collide. Raises `ValueError` or `TypeError` for what is no such text.
+
+    >>> plain_result({"dict": [[1, {"tuple": [2, 3]}]]}), plain_result({"Fraction": "1e999999999"}) is NOTHING
+    ({'1': [2, 3]}, True)
+    """
+    if isinstance(value, list):
+        return [plain_result(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, body),) = value.items()
+    if kind == "int":
+        return int(body, 16)
+    if kind == "float":
+        return float(body)
+    if kind == "tuple":
+        return [plain_result(item) for item in body]
+    if kind != "dict":
+        return NOTHING
+    named = {_json_key(_key(key)): plain_result(item) for key, item in body}
+    return named if len(named) == len(body) else NOTHING  # 1 and "1" are one key in JSON, and two here
+
+
+def _key(value: Any) -> Any:
+    """A mapping's key: a plain value, or a tuple of such."""
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(_key(item) for item in value["tuple"])
+    return plain_result(value)
 
 
 def same_result(expected: Any, got: Any) -> bool:

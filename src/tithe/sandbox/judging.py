@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from tithe.sandbox.boxes import Box
-from tithe.sandbox.cases import FunctionTest, StdioTest, same_output, same_result
-from tithe.sandbox.inside import wire
+from tithe.sandbox.cases import FunctionTest, StdioTest, plain_result, same_output, same_result
 from tithe.sandbox.limits import Outcome, Verdict
 
 LIMITS_HIT: Final = frozenset({Outcome.TIMEOUT, Outcome.MEMORY, Outcome.OUTPUT, Outcome.HARNESS})
@@ -88,8 +87,8 @@ def _function(test: FunctionTest, line: str, number: int) -> Verdict:
         answer = json.loads(line)
         if "value" not in answer:
             return Verdict(Outcome.ERROR, 0, 1, f"{place}: {answer['error']!s:.300}")
-        is_right = same_result(test.expected, wire.decode(answer["value"]))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        is_right = same_result(test.expected, plain_result(answer["value"]))
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         return Verdict(Outcome.WRONG, 0, 1, f"{place}: no result ({type(error).__name__})")
     if is_right:
         return Verdict(Outcome.PASSED, 1, 1)

@@ -105,6 +105,11 @@ def add(a, b):
         except OSError: pass
     os._exit(0)
 """,
+    "a fraction that never ends": """
+import os
+for _ in range(2): os.write(4, b'{"value": {"Fraction": "1e999999999"}}\\n')
+def add(a, b): return 0
+""",
     "closed descriptors": "import os\nos.closerange(0, 256)\ndef add(a, b): os._exit(0)",
     "forked answer": "import os\ndef add(a, b):\n    if os.fork() == 0: return True\n    os._exit(0)",
     "traced callers": """
@@ -167,6 +172,31 @@ def test_a_cheat_passes_no_kind_of_test(sandbox, name):
     verdicts = [sandbox.run_tests(CHEATS[name], tests, LIMITS) for tests in (FUNCTIONS, ASSERTS, STDIO)]
     assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0], verdicts
     assert remaining(sandbox) == []
+
+
+OWN_NAMES = """
+import builtins
+builtins.hasattr = lambda *_: False
+def abs(x): return 0
+def all(x): return True
+def add(a, b): return 0
+"""
+OWN_BUILTINS = OWN_NAMES + "__builtins__ = {'abs': abs, 'all': all}\n"
+
+
+@pytest.mark.parametrize("program", [OWN_NAMES, OWN_BUILTINS, "def add(a, b): raise StopIteration"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert abs(add(2, 3) - 5) < 1e-9\nassert all([add(1, 2) == 3])",
+        "from solution import *\nassert abs(add(2, 3) - 5) < 1e-9",
+        "assert all(map(lambda a: add(a, 1) == a + 1, [1, 2]))",
+        "for got, wanted in zip(map(add, [1, 2], [3, 4]), [4, 6]):\n    assert got == wanted",
+    ],
+)
+def test_a_program_puts_nothing_of_its_own_under_what_the_tests_judge_with(sandbox, program, tests):
+    assert sandbox.run_tests(program, AssertTests(tests), ROOMY).reward == 0.0
+    assert sandbox.run_tests(RIGHT, AssertTests(tests), ROOMY).reward == 1.0
 
 
 def test_the_right_program_passes_the_same_tests(sandbox):

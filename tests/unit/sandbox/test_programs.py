@@ -133,6 +133,9 @@ ASSERTS = {
     "approx": "from pytest import approx\nassert add(0.1, 0.2) == approx(0.3)",
     "unittest": "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(2, 3), 5)",
     "class": "class TestAdd:\n    def test_it(self):\n        assert add(2, 3) == 5",
+    "script": "if __name__ == '__main__':\n    assert add(2, 3) == 5",
+    "runner": "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(2, 3), 5)\nif __name__ == '__main__':\n    unittest.main()",
+    "helper": "def test_one(a, b, c):\n    assert add(a, b) == c\ntest_one(2, 3, 5)",
     "loop": "for a in range(5):\n    assert add(a, 1) == a + 1",
 }
 
@@ -207,6 +210,15 @@ assert list(numbers(3)) == [0, 1, 2] and sum(numbers(4)) == 6
     assert (verdict.outcome, verdict.passed) == (Outcome.PASSED, verdict.total), verdict
 
 
+@pytest.mark.parametrize("kind", ["FileNotFoundError", "OSError", "MemoryError", "UnicodeDecodeError", "StopIteration"])
+def test_every_exception_of_the_language_arrives_as_itself(sandbox, kind):
+    made = "UnicodeDecodeError('utf-8', b'x', 0, 1, 'why')" if kind == "UnicodeDecodeError" else f"{kind}(2, 'why')"
+    program = f"class Odd:\n    def __next__(self): raise {made}\ndef odd(): return Odd()"
+    tests = f"import pytest\nwith pytest.raises({kind}, match='why'):\n    next(odd())"
+    verdict = sandbox.run_tests(program, AssertTests(tests))
+    assert verdict.outcome is Outcome.PASSED, verdict
+
+
 @pytest.mark.parametrize(
     "tests",
     [
@@ -214,6 +226,9 @@ assert list(numbers(3)) == [0, 1, 2] and sum(numbers(4)) == 6
         "import numpy\nassert numpy.all(add(1, 2) == 3)",
         "assert add(1, 2) = 3",
         "x = 1",
+        "'only words'",
+        "print(add(2, 3))",
+        "def test_it(tmp_path):\n    assert add(2, 3) == 5",
         "assert add(iter([]), 2)",
     ],
 )

@@ -4,10 +4,11 @@ has. The tests' text never reaches the program."""
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
 from tithe.sandbox.inside import pytest_names
@@ -48,7 +49,7 @@ def check(job: Mapping[str, Any], channel: int, results: int) -> None:
     """Run the job's `tests` over the connection `channel`; what happened goes to `results`."""
     with open(results, "w", encoding="ascii") as file:
         report = _Report(file)
-        parsed = Attempt(ast.parse, job["tests"], "tests.py")
+        parsed = Attempt(lambda: _as_script(ast.parse(job["tests"], "tests.py")))
         attempt = parsed if parsed.error is not None else Attempt(_check, job, parsed.value, channel, report)
         if parsed.error is not None or isinstance(attempt.error, _UNUSABLE):
             report.line(unusable=attempt.text())
@@ -60,7 +61,9 @@ def check(job: Mapping[str, Any], channel: int, results: int) -> None:
 
 def _check(job: Mapping[str, Any], tree: ast.Module, channel: int, report: _Report) -> None:
     peer = Peer(channel, {"call": lambda _, of, args, kwargs: of(*args, **kwargs)}, stand_in, callable)
-    defined: dict[str, Any] = ask(peer, "names")
+    if not _holds_asserts(tree):
+        raise UnsupportedError("they hold no assert")
+    defined = _public(ask(peer, "names"))
     _offer_modules(peer, job["module"], defined)
     # A test that was told its function takes nothing else from the program.
     entry = job.get("entry_point")
@@ -73,9 +76,44 @@ def _check(job: Mapping[str, Any], tree: ast.Module, channel: int, report: _Repo
             raise ProgramGone(f"the program defines no {entry!r}")
         report.test("check", Attempt(function, defined[entry]))
     for name, function in list(scope.items()):
-        for case, call in _functions(name, function):
+        for case, call in _functions(name, function, tree):
             report.test(case, Attempt(call))
     ask(peer, "names")  # a program that is gone by now has not passed, whatever the tests made of it
+
+
+def _as_script(tree: ast.Module) -> ast.Module:
+    """The tests with what stands under `if __name__ == "__main__":`, less the start of a runner, which is here."""
+    body: list[ast.stmt] = []
+    for statement in tree.body:
+        is_main = isinstance(statement, ast.If) and ast.unparse(statement.test).replace("'", "").replace(" ", "")
+        if is_main in ("__name__==__main__", "__main__==__name__"):
+            assert isinstance(statement, ast.If)
+            body += [inner for inner in statement.body if not ast.unparse(inner).partition("(")[0].endswith("main")]
+        else:
+            body.append(statement)
+    return ast.Module(body, [])
+
+
+def _holds_asserts(tree: ast.Module) -> bool:
+    """Whether anything in the tests can fail by itself: an assert, a raise, unittest's and numpy's `assert…`."""
+    return any(
+        isinstance(node, ast.Assert | ast.Raise)
+        or (isinstance(node, ast.Attribute) and node.attr.startswith(("assert", "fail", "raises")))
+        or (isinstance(node, ast.Name) and node.id.startswith(("assert", "raises")))
+        for node in ast.walk(tree)
+    )
+
+
+def _public(names: Any) -> dict[str, Any]:
+    """What a program may offer to the tests under its own names: it answers for itself, and may try to put its own
+    `all` or `__builtins__` under theirs."""
+    if not isinstance(names, dict):
+        raise ProgramGone("the program's process answered with no names")
+    return {
+        name: value
+        for name, value in names.items()
+        if isinstance(name, str) and name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name)
+    }
 
 
 def _run_statement(statement: ast.stmt, number: int, scope: dict[str, Any], report: _Report) -> None:
@@ -96,10 +134,16 @@ def _offer_modules(peer: Peer, name: str, defined: Mapping[str, Any]) -> None:
     sys.modules["pytest"] = pytest_names.module()
 
 
-def _functions(name: str, value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The calls that pytest would collect from one global of the tests."""
+def _functions(name: str, value: Any, tree: ast.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The calls that pytest would collect from one global of the tests. A function with parameters that nothing gives
+    is a helper where the tests call it themselves; else it wants fixtures, which are not here."""
     if isinstance(value, types.FunctionType) and name.startswith("test"):
-        for number, row in enumerate(getattr(value, "rows", [{}])):
+        rows = getattr(value, "rows", [{}])
+        if missing := _not_given(value, rows):
+            if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree)):
+                return
+            raise UnsupportedError(f"{name} wants {missing[0]!r}, and no fixtures are here")
+        for number, row in enumerate(rows):
             yield f"{name}[{number}]" if row else name, lambda row=row: value(**row)
     elif (unittest := sys.modules.get("unittest")) and isinstance(value, type) and issubclass(value, unittest.TestCase):
         for method in unittest.defaultTestLoader.getTestCaseNames(value):
@@ -107,5 +151,21 @@ def _functions(name: str, value: Any) -> Iterator[tuple[str, Callable[[], Any]]]
     elif isinstance(value, type) and name.startswith("Test"):
         for method in [m for m in vars(value) if m.startswith("test")]:
             function = vars(value)[method]
-            for row in getattr(function, "rows", [{}]):
+            rows = getattr(function, "rows", [{}])
+            if missing := _not_given(function, rows)[1:]:
+                raise UnsupportedError(f"{name}.{method} wants {missing[0]!r}, and no fixtures are here")
+            for row in rows:
                 yield f"{name}.{method}", lambda method=method, row=row: getattr(value(), method)(**row)
+
+
+def _not_given(function: Any, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Parameters without a default that no row of `parametrize` gives."""
+    if not isinstance(function, types.FunctionType):
+        return []
+    code, n_defaults = function.__code__, len(function.__defaults__ or ())
+    by_keyword = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    needed = [
+        *code.co_varnames[: code.co_argcount - n_defaults],
+        *(name for name in by_keyword if name not in (function.__kwdefaults__ or {})),
+    ]
+    return [name for name in needed if not rows or name not in rows[0]]

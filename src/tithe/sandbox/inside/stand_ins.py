@@ -10,6 +10,7 @@ import builtins
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from tithe.sandbox.inside.attempt import Attempt
 from tithe.sandbox.inside.remote import Peer, StandIn
 
 _IN_PLACE: Final[dict[type, Callable[[Any, Any], None]]] = {
@@ -32,7 +33,11 @@ def ask(peer: Peer, op: str, /, **fields: Any) -> Any:
     except (EOFError, OSError) as error:
         raise ProgramGone("the program's process has ended") from error
     if "raise" in answer:
-        raise _exception(peer, answer)
+        error = _exception(peer, answer)
+        if isinstance(error, StopIteration) and fields.get("name") != "__next__":
+            # As in generators (PEP 479): a map over the program's function would end without a word, and its test pass.
+            raise RuntimeError("the program raised StopIteration")
+        raise error
     given = {**{str(place): value for place, value in enumerate(fields.get("args", ()))}, **fields.get("kwargs", {})}
     for name, new in answer.get("changed", {}).items():
         old, value = given.get(name), peer.decode(new)
@@ -52,8 +57,10 @@ def _exception(peer: Peer, answer: Mapping[str, Any]) -> BaseException:
     kind = peer.decode(answer["class"])
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise ProgramGone("the program's process answered with no answer")
-    error = BaseException.__new__(kind)
-    error.args = tuple(peer.decode(answer["args"]))
+    args = tuple(peer.decode(answer["args"]))
+    made = Attempt(kind, *args)
+    error = made.value if made.error is None else kind.__new__(kind)
+    error.args = args
     return error
 
 
