@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Any, Final
@@ -14,7 +15,8 @@ MAX_BITS: Final = 4096
 
 MAX_DECIMALS: Final = 12
 
-_WRITTEN: Final = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", ",": "", "$": ""})
+_WRITTEN: Final = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", "$": ""})
+_GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?![\d,])")
 _FUNCTIONS: Final[dict[str, Callable[[Fraction], Fraction]]] = {
     "abs": abs,
     "round": lambda value: Fraction(round(value)),
@@ -39,7 +41,8 @@ def calculate(expression: str) -> str:
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has more than {MAX_CHARS} characters")
     try:
-        tree = ast.parse(expression.translate(_WRITTEN).strip().rstrip("= "), mode="eval")
+        plain = _GROUPED.sub(lambda match: match[0].replace(",", ""), expression.translate(_WRITTEN))
+        tree = ast.parse(plain.strip().rstrip("= "), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError("this is no arithmetic expression") from error
     return _written(_value(tree.body))
@@ -103,7 +106,10 @@ def _root(value: Fraction) -> Fraction:
     above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
     if above * above == value.numerator and below * below == value.denominator:
         return Fraction(above, below)
-    return Fraction(math.sqrt(value))
+    try:
+        return Fraction(math.sqrt(value))
+    except OverflowError as error:
+        raise ValueError("the number is too large") from error
 
 
 def _written(value: Fraction) -> str:

@@ -51,7 +51,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     splits = path / "dataset_dict.json"
     if splits.is_file():
-        names = json.loads(splits.read_text()).get("splits", [])
+        names = _read_index(splits, "splits")
         if "train" not in names:
             raise DataError(
                 f"has the splits {', '.join(names)} and none called train; name one of their folders", str(path)
@@ -59,9 +59,20 @@ def _files(path: Path) -> list[Path]:
         return _files(path / "train")
     state = path / "state.json"
     if state.is_file():
-        return [path / entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+        return [path / str(entry["filename"]) for entry in _read_index(state, "_data_files") if "filename" in entry]
     found = sorted(path.rglob("*.parquet")) or sorted(path.rglob("*.arrow"))
     train = [file for file in found if file.name.startswith("train")]
     if not found:
         raise DataError("holds no Parquet or Arrow file, and is no folder that `datasets` wrote", where=str(path))
     return train or found
+
+
+def _read_index(path: Path, key: str) -> list[Any]:
+    """A list in one of `datasets`' own JSON files. Raises `DataError` when it is not there."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"holds no {key!r} ({error!r}); save the dataset again", where=str(path)) from error
+    if not isinstance(found, list):
+        raise DataError(f"{key!r} is no list; save the dataset again", where=str(path))
+    return found

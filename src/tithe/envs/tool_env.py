@@ -21,6 +21,9 @@ from tithe.types import Completion, ExpertArray, FinishReason, GenerateFn, Gener
 TURN_STRIDE: Final = 1 << 24
 """Each turn draws under a sample number of its own, so that no two turns share random numbers."""
 
+MAX_CALLS: Final = 16
+"""Most calls of one reply that are made, each in a thread of its own."""
+
 
 @dataclass(frozen=True)
 class TurnRules:
@@ -95,7 +98,11 @@ class ToolEnv:
                 return
 
     async def _answers(self, parsed: ParsedReply) -> list[ToolAnswer]:
-        """One for each call in order, then one for each that cannot be read. All tools run at the same time."""
+        """One for each call in order, then one for each that cannot be read. All tools run at the same time; of more
+        than `MAX_CALLS` calls none is."""
+        if len(parsed.calls) > MAX_CALLS:
+            text = f"error: {len(parsed.calls)} calls in one reply are more than {MAX_CALLS}; none was made"
+            return [ToolAnswer(text, is_error=True)]
         answers = await asyncio.gather(*(self._answer(call) for call in parsed.calls))
         wrong = [ToolAnswer(f"error: malformed call: {fault.reason}", is_error=True) for fault in parsed.malformed]
         return [*answers, *wrong]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from tithe.envs.calculator import calculator
 from tithe.envs.search import search_tool
-from tithe.envs.tools import Tool, tool_from_function
+from tithe.envs.tools import Tool, ToolAnswer, tool_from_function
 from tithe.errors import ConfigError
 from tithe.rewards import load_function
 from tithe.sandbox import Limits, Outcome, Sandbox
 
 KEY = "task.tools"
+
+PYTHON_TIMEOUT_S: Final = 300.0
+"""Longest a program of the tool `python` waits for its turn and runs; the sandbox stops each after `Limits.wall_s`."""
 
 
 def build_tools(names: Sequence[str], closers: list[Callable[[], None]]) -> tuple[Tool, ...]:
@@ -42,14 +46,16 @@ def _build(name: str, closers: list[Callable[[], None]]) -> Tool:
 def python_tool(sandbox: Sandbox, limits: Limits | None = None) -> Tool:
     """A code interpreter: each call is a fresh program in the sandbox, and its answer is what it prints."""
 
-    def python(code: Annotated[str, "a complete program; what it prints is returned"]) -> str:
+    def python(code: Annotated[str, "a complete program; what it prints is returned"]) -> str | ToolAnswer:
         """Run a Python program."""
         verdict, printed = sandbox.run_script(code, limits=limits)
         if verdict.outcome is Outcome.HARNESS:
             raise RuntimeError(verdict.detail)
         if verdict.outcome is not Outcome.PASSED:
             last = printed.strip().splitlines()[-1:]
-            return f"{printed}\n{verdict.outcome}" if verdict.outcome is not Outcome.ERROR else (last or ["error"])[0]
+            text = f"{printed}\n{verdict.outcome}" if verdict.outcome is not Outcome.ERROR else (last or ["error"])[0]
+            return ToolAnswer(text, is_error=True)
         return printed.rstrip("\n") or "(nothing was printed)"
 
-    return tool_from_function(python, KEY)
+    # The sandbox's own limits count from a program's start; this one also counts the wait for a slot.
+    return replace(tool_from_function(python, KEY), timeout_s=PYTHON_TIMEOUT_S)

@@ -9,15 +9,17 @@ process with your rights, and a thread that does not end cannot be killed.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import enum
 import inspect
+import threading
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tithe.errors import ConfigError, Failure, FailureCause, boundary
+from tithe.errors import ConfigError, Failure, FailureCause, RolloutFailure, UserError, boundary
 from tithe.rewards.tool_calls.json_schema import problems
 
 TIMEOUT_S: Final = 10.0
@@ -62,13 +64,51 @@ class Tool:
                 result = await self._run(arguments)
         if slot.failure is not None:
             return ToolAnswer(_complaint(slot.failure, self.timeout_s), is_error=True)
+        if isinstance(result, ToolAnswer):
+            return ToolAnswer(shortened(result.text), result.is_error)
         return ToolAnswer(shortened(result if isinstance(result, str) else repr(result)))
 
     async def _run(self, arguments: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
-        result = await asyncio.to_thread(self.function, **arguments)
+        result = await _in_own_thread(self.function, arguments)
         return await result if isinstance(result, Awaitable) else result
+
+
+async def _in_own_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What a function returns or raises, from a thread of this call alone: a call that never ends takes no thread from
+    others, and a daemon does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    def run() -> None:
+        result: Any = None
+        problem: Exception | None = None
+        try:
+            with boundary(FailureCause.ENVIRONMENT) as slot:
+                result = context.run(function, **arguments)
+            if slot.failure is not None:
+                problem = RolloutFailure(slot.failure.cause, slot.failure.message)
+        except UserError as error:
+            problem = error
+        except SystemExit as error:
+            problem = RolloutFailure(FailureCause.ENVIRONMENT, f"the tool called exit({error.code!r})")
+        try:
+            loop.call_soon_threadsafe(settle, result, problem)
+        except RuntimeError:  # the loop is closed, and nobody waits
+            return
+
+    context = contextvars.copy_context()
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await answer
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 from tithe.config import load_config
 from tithe.envs.rows import Columns, read_objects
 from tithe.envs.sources import read_source
+from tithe.envs.tables import _files
 from tithe.errors import ConfigError, DataError
 
 ASKED = {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "6 * 7?"}]}
@@ -104,3 +105,11 @@ def test_the_configuration_takes_files_and_folders_and_refuses_other_frameworks_
         load_config(None, ["task.source=nothing"])
     with pytest.raises(DataError, match="no such folder"):
         read(f"{tmp_path}/gone/")
+
+
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"splits": 3, "_data_files": 3}'])
+def test_an_index_that_cannot_be_read_is_named(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=f"{name}: .*save the dataset again"):
+        _files(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from tithe.envs import ToolEnv, TurnRules, tool_from_function, with_tools
 from tithe.envs.calculator import calculator
-from tithe.envs.tool_env import TURN_STRIDE
+from tithe.envs.tool_env import MAX_CALLS, TURN_STRIDE
 from tithe.errors import ConfigError, EngineError, FailureCause
 from tithe.packing.layout import lay_out
 from tithe.renderers import load_renderer
@@ -157,6 +157,22 @@ def test_a_bad_call_is_answered_and_the_conversation_goes_on(renderer, line, sai
     assert (rollout.reward_parts["turn.1"], rollout.reward_parts["turn.2"]) == (-0.25, 0.25)
     assert (rollout.reward, rollout.reward_parts["answer"]) == (1.0, 1.0)
     assert (rollout.reward_parts["fact.good_calls"], rollout.reward_parts["fact.bad_calls"]) == (1.0, 1.0)
+
+
+def test_of_too_many_calls_in_one_reply_none_is_made(renderer):
+    made = []
+
+    def note(x: int) -> str:
+        """Note."""
+        made.append(x)
+        return "noted"
+
+    calls = '<tool_call>{"name": "note", "arguments": {"x": 1}}</tool_call>'
+    rollout = play(renderer, Model(renderer, calls * (MAX_CALLS + 1), "42"), tools=[note], room=5000)
+    assert made == []
+    assert f"{MAX_CALLS + 1} calls in one reply are more than {MAX_CALLS}" in renderer.decode(rollout.token_ids)
+    play(renderer, Model(renderer, calls * MAX_CALLS, "42"), tools=[note], room=5000)
+    assert made == [1] * MAX_CALLS
 
 
 def test_several_calls_of_one_reply_are_answered_in_their_order(renderer):
