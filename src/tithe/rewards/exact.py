@@ -62,8 +62,12 @@ _CHARACTERS: Final = {
     ord("\u00ba"): "°",
 }
 _DRESSING: Final = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle(?![a-z])|\\!|\\\$|\\[()]|\\\[|\\\]|[$`*\u20ac\u00a3\u00a5]"
+    r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle(?![a-z])|\\!|\\\$|\\[()]|\\\[|\\\]|[$`\u20ac\u00a3\u00a5]"
 )
+JOINT: Final = re.compile(r"(?<=\d)(?:\\\$|\\[()\[\]]|[$`\u20ac\u00a3\u00a5])++(?=\d)")
+"""Dressing between two digits: without it they would be one number."""
+_EMPHASIS: Final = re.compile(r"(?<![\w)\]}*])(\*{1,3})(?=[^\s*])([^*]*+)(?<=\S)\1(?![\w*])")
+_CLOSING_EMPHASIS: Final = re.compile(r"(?<=[^\s*])\*{2,3}(?=\s+[A-Za-z]|\s*\Z|[.,;:!?)])")
 _SPACES: Final = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~|\s")
 _TEXT: Final = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|operatorname)\s?\{([^{}]*+)\}")
 _SHORT_FRACTION: Final = re.compile(r"\\[dtc]?frac\s?(?:\{([^{}]*+)\}|(\d))\s?(?:\{([^{}]*+)\}|(\d))")
@@ -84,26 +88,15 @@ _UNIT: Final = re.compile(
     r"(?:[ /·][A-Za-z]{1,20}+)?(?:\^?\{?[23]\}?)?"
 )
 NO_UNITS: Final = frozenset(
-    (
-        "and",
-        "or",
-        "to",
-        "plus",
-        "minus",
-        "times",
-        "over",
-        "half",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-        "log",
-        "exp",
-        "mod",
-        "bmod",
-    )
-) | frozenset(("hundred", "thousand", "million", "billion", "trillion", "dozen", "pmod"))
-"""Words behind a number that make it another number."""
+    ("and", "or", "to", "plus", "minus", "times", "over", "half", "sqrt", "sin", "cos", "tan", "log", "exp", "mod",
+     "bmod", "pmod", "choose", "squared", "cubed", "factorial", "hundred", "thousand", "million", "billion", "trillion",
+     "dozen", "not", "but", "nor", "either", "else", "than", "maybe", "perhaps", "possibly", "alternatively")
+) | frozenset(
+    f"{part}{plural}"
+    for part in ("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth")
+    for plural in ("", "s")
+)  # fmt: skip
+"""Words behind a number that make it another number, or an answer of two minds."""
 _BRACKETS: Final = {"(": ")", "[": "]", r"\{": r"\}"}
 _SPLIT: Final = re.compile(r"\\[{}]|[()\[\]{},;]")
 
@@ -131,9 +124,18 @@ def is_number(text: str) -> bool:
     return isinstance(value.value if isinstance(value, Named) else value, Number)
 
 
+def without_emphasis(text: str) -> str:
+    """The text without Markdown's asterisks; those of a product or a power stay.
+
+    >>> without_emphasis("**5** cm"), without_emphasis("2**3"), without_emphasis("3*4")
+    ('5 cm', '2**3', '3*4')
+    """
+    return _CLOSING_EMPHASIS.sub("", _EMPHASIS.sub(r"\2", text)).strip("* ")
+
+
 def _clean(text: str) -> str:
-    text = text.translate(_CHARACTERS).replace("{,}", ",").replace(r"\%", "%")
-    text = _TEXT.sub(r" \1 ", text)
+    text = without_emphasis(text.translate(_CHARACTERS).replace("{,}", ",").replace(r"\%", "%"))
+    text = _TEXT.sub(r" \1 ", JOINT.sub("|", text))
     text = _DEGREES.sub("°", _SPACES.sub(" ", _DRESSING.sub("", text)))
     text = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1] or m[2] or ''}}}{{{m[3] or m[4] or ''}}}", text)
     text = re.sub(r" {2,}", " ", text).strip(" ")

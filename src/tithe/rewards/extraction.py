@@ -8,7 +8,8 @@ Rules, in order (policies that field reports leave open are marked P):
    ``...`` or ``answer``, echoes an instruction: it and everything before it is ignored.
 3. ``#### value``, when the value is a number or the line is the last one (else it is a heading).
 4. The last "answer is", "Answer:" or "Final Answer" phrase: its first number (after the last ``=`` of its sentence), or
-   its words when it holds no number. A phrase with nothing after it was cut off: unreadable (P).
+   its words when it holds no number, or a calculation that is not carried out (``3*4`` is neither 3 nor 34). A phrase
+   with nothing after it was cut off, and "the answer is not" gives none: unreadable (P).
 5. The last number of the text, with its sign; a sign belongs to a number that nothing stands directly before (P).
 
 Where answers may be formulas, 4 takes the formula between ``$`` or ``\\(`` signs in that sentence, or the whole of it;
@@ -23,6 +24,8 @@ import enum
 import re
 from dataclasses import dataclass
 from typing import Final
+
+from tithe.rewards.exact import without_emphasis
 
 
 class AnswerForm(enum.StrEnum):
@@ -58,13 +61,15 @@ _PHRASE: Final = re.compile(
 _SENTENCE_END: Final = re.compile(r"[.!?](?=\s|\Z)|\n")
 _NUMBER: Final = re.compile(
     r"\\[dtc]?frac\s{0,2}\{[-+]?\d++\}\s{0,2}\{[-+]?\d++\}"
-    r"|(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d{1,4}+(?!\w))?(?:\s?/\s?\d++(?![\d/]))?(?!\d|(?:st|nd|rd|th)\b)"
+    r"|(?:\d{1,3}(?:,\d{3}){1,140}+(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d{1,4}+(?!\w))?(?:\s?/\s?\d++(?![\d/]))?(?!\d|(?:st|nd|rd|th)\b)"
     r"|\.\d++"
 )
 _SPAN: Final = re.compile(
     r"\$\$(?P<a>[^$]{1,1000}+)\$\$|(?<!\\)\$(?P<b>(?:[^$\n\\]|\\.){1,500}+)\$"
     r"|\\\[(?P<c>(?:[^\\]|\\(?!\])){1,1000}+)\\\]|\\\((?P<d>(?:[^\\]|\\(?!\))){1,500}+)\\\)"
 )
+_CALCULATION: Final = re.compile(r"\s*+(?:\*\*?|[-+/^×·⋅÷]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*+[\d({\\]")
+_DENIAL: Final = re.compile(r"(?:not|neither)\b", re.IGNORECASE)
 _COMMAND: Final = re.compile(r"\\[a-zA-Z]++|sqrt|arc(?:sin|cos|tan)|(?:sin|cos|tan)h|infinity")
 _WORD: Final = re.compile(
     r"[^\W\d_]{4}|[^\W\d_]{2} [^\W\d_]{2}"
@@ -166,14 +171,11 @@ def _from_phrase(rest: str) -> Answer | None:
     """The answer in the sentence that follows "the answer is"."""
     end = _SENTENCE_END.search(rest)
     sentence = rest[: end.start()] if end else rest
-    sentence = re.sub(r"[*`$\"]|\\[()\[\]]", "", sentence).strip(" \t,;:")
-    if not sentence:
+    sentence = re.sub(r"[`$]|\\[()\[\]]", " ", without_emphasis(sentence.replace('"', ""))).strip(" \t,;:*")
+    if not sentence or _DENIAL.match(sentence):
         return None
     value = sentence.rpartition("=")[2]
-    number = _NUMBER.search(value)
-    if number is not None:
-        return Answer(_signed(value, number), AnswerForm.PHRASE)
-    return Answer(sentence, AnswerForm.PHRASE)
+    return Answer(_first_number(value) or sentence, AnswerForm.PHRASE)
 
 
 def _unboxed_formula(text: str) -> Answer | None:
@@ -206,15 +208,22 @@ def _formula_from_phrase(rest: str) -> Answer | None:
     spans = list(_SPAN.finditer(sentence))
     if len(spans) == 1:
         return Answer(spans[0].group(spans[0].lastgroup or 0).strip(), AnswerForm.FORMULA)
-    sentence = re.sub(r"[*`\"]{2}|[`\"]", "", sentence).strip(" \t,;:*")
-    return Answer(sentence, AnswerForm.PHRASE) if sentence else None
+    sentence = re.sub(r"[`\"]", "", without_emphasis(sentence)).strip(" \t,;:*")
+    return Answer(sentence, AnswerForm.PHRASE) if sentence and not _DENIAL.match(sentence) else None
 
 
 def number_in(sentence: str) -> str | None:
     """The first number after the last ``=`` of a sentence of words; None when there is none, or LaTeX round it."""
     value = sentence.rpartition("=")[2]
-    number = None if _LATEX.search(value) else _NUMBER.search(value)
-    return None if number is None else _signed(value, number)
+    return None if _LATEX.search(value) else _first_number(value)
+
+
+def _first_number(value: str) -> str | None:
+    """The first number, unless it is part of a calculation that is not carried out (``3*4``)."""
+    number = _NUMBER.search(value)
+    if number is None or _CALCULATION.match(value, number.end()) is not None:
+        return None
+    return _signed(value, number)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -42,6 +42,24 @@ CASES = [
     ("11000", r"\boxed{11,\!000}", RIGHT),
     ("1250", r"\boxed{1{,}250}", RIGHT),
     ("3,141,592", r"\boxed{3\,141\,592}", RIGHT),
+    # asterisks are no dressing where they stand for a product or a power
+    ("34", r"\boxed{3*4}", WRONG),
+    ("3400", r"\boxed{3 * 400}", WRONG),
+    ("23", r"\boxed{2**3}", WRONG),
+    ("34", "The answer is 3*4.", WRONG),
+    ("3", "The answer is 3 + 4", WRONG),
+    ("5", "The answer is **5** apples.", RIGHT),
+    ("5", r"\boxed{**5**}", RIGHT),
+    ("7", "The answer is 3 + 4 = *7*", RIGHT),
+    ("5", "The answer is not 5.", UNREADABLE),
+    ("5", "The answer is **not 5**", UNREADABLE),
+    # digits that dressing separates are two numbers
+    ("56", r"\boxed{5\(6\)}", WRONG),
+    ("56", r"\boxed{5$6$}", WRONG),
+    # words that change the number, and answers of two minds, are no units
+    ("5", r"\boxed{5 squared}", WRONG),
+    ("3", r"\boxed{3 thirds}", WRONG),
+    ("5", r"\boxed{5 but maybe 7}", WRONG),
     # M23 signs
     ("-9", "#### -9", RIGHT),
     ("-9", "#### 9", WRONG),
@@ -199,3 +217,10 @@ def test_any_integer_is_read_back(number, text):
     assert same_answer(str(number), extract_answer(text.format(number)))
     assert same_answer(str(number), extract_answer(text.format(f"{number:,}")))
     assert not same_answer(str(number + 1), extract_answer(text.format(number)))
+
+
+@pytest.mark.liveness
+@pytest.mark.timeout(30)
+def test_a_number_of_many_groups_does_not_hang():
+    """Each group began a search to the end of the text again: a million characters took twenty minutes."""
+    assert judge("5", "1" + ",111" * 250_000 + "1") is WRONG

@@ -45,6 +45,32 @@ def test_m31_long_garbage_is_wrong(box):
         assert graded("7", text) == 0
 
 
+@pytest.mark.parametrize(
+    ("gold", "text", "verdict"),
+    [
+        ("12", r"\boxed{3*4}", 1),
+        ("34", r"\boxed{3*4}", 0),
+        ("8", "The answer is 2**3.", 1),
+        ("23", "The answer is 2**3.", 0),
+        ("x+1", r"\boxed{\(x+1\)}", 1),
+        ("x+1", r"\boxed{\[ x+1 \]}", 1),
+        ("56", r"\boxed{5$6$}", 0),
+        ("5600", r"\boxed{5$600$}", 0),
+        ("5", r"\boxed{5 \text{ squared}}", 0),
+        ("5", r"\boxed{5 \text{ alternatively 7}}", 0),
+        ("5", r"\boxed{5 \text{ apples}}", 1),
+        ("5", "The answer is not 5", 0),
+        ("x", r"\boxed{\max(x,-1000)}", 0),
+        ("x+1", r"\boxed{x+1+\lfloor x^2/10^9 \rfloor}", 0),
+        (r"\max(x,2)", r"\boxed{\max(2,x)}", 1),
+        ("|x|", r"\boxed{\sqrt{x^2}}", 1),
+        ("5", r"\boxed{5 \text{ m}^2}", 1),
+    ],
+)
+def test_dressing_joins_no_numbers_and_words_that_are_no_units_change_them(gold, text, verdict):
+    assert graded(gold, text) == verdict
+
+
 def test_there_are_enough_cases():
     own = [row for row in ROWS if not (row["kind"][0] in "MB" and row["kind"][1:].isdigit())]
     assert len(own) >= 150

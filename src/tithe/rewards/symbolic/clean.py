@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from tithe.rewards.exact import JOINT
+
 _RAISED: Final = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
 _SIGNS: Final = {
     **dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-"),
@@ -32,7 +34,7 @@ _DAMAGED: Final = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\t(?:ext|frac|imes|heta|an(?![a-z])|au(?![a-z]))"
     r"|\n(?:eq(?![a-z])|abla)|\r(?:ight|ho(?![a-z]))"
 )
-_DELIMITERS: Final = re.compile(r"\$\$?|\\[()\[\]](?!\w)|^\s*\*\*|\*\*\s*$|`")
+_DELIMITERS: Final = re.compile(r"\$\$?|(?<!\\)\\[()\[\]]|^\s*\*\*|\*\*\s*$|`")
 _SIZES: Final = re.compile(
     r"\\(?:left|right|middle|displaystyle|textstyle|limits|nolimits|[bB]igg?[lrm]?)(?![a-zA-Z])\.?"
 )
@@ -75,7 +77,7 @@ def clean(text: str) -> str:
     text = _THIN_GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = text.replace(r"\!", "").replace("{,}", ",").replace(r"\$", "")
     text = text.replace(r"\dotsc", r"\ldots").replace(r"\dotsb", r"\ldots")
-    text = _SIZES.sub("", _DELIMITERS.sub("", text))
+    text = _SIZES.sub("", _DELIMITERS.sub("", JOINT.sub(" ", text)))
     text = _COMMAND.sub(_spelled, text)
     text = _SPACES.sub(" ", text).strip()
     text = _TEXT_LEAD_IN.sub("", text, count=1) if text.startswith("\\text") else text

@@ -19,9 +19,12 @@ from tithe.rewards.symbolic.tree import Node, rational
 LOW_DIGITS: Final = 40
 HIGH_DIGITS: Final = 110
 N_POINTS: Final = 8
+FAR_POINTS: Final = 4
 _SHARP_POINTS: Final = 2
 _EXTRA_DIGITS: Final = 200
 _MAX_EXPONENT: Final = 10_000_000
+_BROKEN: Final = ("max", "min", "floor", "ceil", "abs")
+"""Functions that may be one formula near 0 and another far away: `max(x, -1000)` is x at all near points."""
 
 
 class Undefined(ArithmeticError):
@@ -57,7 +60,8 @@ def same_value(one: Node, other: Node) -> bool | None:
     names = sorted(one.symbols() | other.symbols())
     if not names:
         return _same_constant(one, other)
-    found = (_compare(one, other, _point(names, k), is_sharp=k < _SHARP_POINTS) for k in range(N_POINTS))
+    n_points = N_POINTS + (FAR_POINTS if one.has(*_BROKEN) or other.has(*_BROKEN) else 0)
+    found = (_compare(one, other, _point(names, k), is_sharp=k < _SHARP_POINTS) for k in range(n_points))
     pairs = [pair for pair in found if pair is not None]
     real = [pair for pair in pairs if pair[1]]
     used = real if len(real) >= 3 and not (one.has("i") or other.has("i")) else pairs
@@ -175,7 +179,10 @@ def _context(digits: int) -> Any:
 
 @lru_cache(maxsize=512)
 def _coordinate(name_at: int, k: int) -> Fraction:
-    """Between 0.3 and 2.8 in size; the first four points are positive, the others of mixed signs."""
+    """Between 0.3 and 2.8 in size; the first four points are positive, the others of mixed signs. Far points are the
+    last of these, times a thousand or ten million."""
+    if k >= N_POINTS:
+        return _coordinate(name_at, k - FAR_POINTS) * (1000 if k % 2 else 10_000_000)
     step = Fraction((name_at + 1) * (k + 1) * 610, 987) + Fraction(k * 377 + name_at * 233, 1597)
     size = Fraction(3, 10) + (step - step.numerator // step.denominator) * Fraction(5, 2)
     is_negative = k == 7 or (k >= 4 and (name_at + k) % 2 == 0)

@@ -74,6 +74,8 @@ def split_unit(text: str) -> tuple[str, str]:
         parts = re.findall(r"[a-z]+", name.lower())
         if not parts or not re.fullmatch(r"[A-Za-z /·.^0-9²³]+", name) or _NO_UNITS.intersection(parts):
             continue
+        if re.search(r"(?<![A-Za-z^])[0-9]", name):  # a number of its own
+            continue
         if pattern is _UNIT_WORD and len(name) < 3 and name not in _SHORT_UNITS:
             continue
         if pattern is _UNIT_TEXT and len(name) == 1 and name not in _SHORT_UNITS:
