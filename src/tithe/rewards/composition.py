@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tithe.errors import ConfigError
 from tithe.rewards.spec import RewardResult, RewardSpec
 
 
@@ -28,7 +30,7 @@ def compose(
     grader: str = "",
 ) -> RewardResult:
     """The sum of what is paid. Guidance (`model`) is paid only when every rule is met, so that no model's liking lifts
-    a wrong answer over a right one; it is recorded all the same.
+    a wrong answer over a right one; it is recorded all the same. Raises `ConfigError` for two parts of one name.
 
     >>> spec = RewardSpec(bounds=(0.0, 2.0))
     >>> rule = Contribution("rule", {"answer": 0.0}, is_met=False)
@@ -39,6 +41,7 @@ def compose(
     paid: dict[str, float] = {}
     known = dict(facts or {})
     is_met = all(contribution.is_met for contribution in contributions.values() if contribution.kind == "rule")
+    _require_names(contributions)
     for contribution in contributions.values():
         if contribution.kind == "model" and not is_met:
             known |= {f"unpaid.{name}": value for name, value in contribution.parts.items()}
@@ -53,3 +56,13 @@ def compose(
     if spec.bounds is not None or spec.clip is not None:
         known["raw"] = raw
     return RewardResult(value, paid, known, reason, grader=grader)
+
+
+def _require_names(contributions: Mapping[str, Contribution]) -> None:
+    """Each part has a name of its own, or one of two would be lost."""
+    counts = Counter(name for contribution in contributions.values() for name in contribution.parts)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"two parts of the reward are called {twice!r}: give the one of reward.parts another name", "reward.parts"
+        )

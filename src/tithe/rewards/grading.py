@@ -40,7 +40,7 @@ INFO_NAMES = ("finish", "token_ids")
 REASON: Final = "reason"
 """Name under which a function may return a few words beside its parts."""
 
-VERSIONS: Final = {MATH: "2", SYMBOLIC_MATH: "1"}
+VERSIONS: Final = {MATH: "3", SYMBOLIC_MATH: "2"}
 """Raised whenever a verdict of a built-in function can change; kept with every rollout that it judged."""
 
 _REASONS: Final = {
@@ -62,7 +62,8 @@ _OWN_PART: Final = "model"
 class Grader:
     """Judges by one spec. Not thread-safe (it owns an event loop for async functions).
 
-    Construction imports the users' modules and raises `ConfigError` when that fails. `grade` raises `ConfigError` when
+    Construction imports the users' modules, calls what their functions have as `prepare`, and raises `ConfigError` when
+    that fails. `grade` raises `ConfigError` when
     a function returns something that is no reward, and whatever else a function raises.
     """
 
@@ -191,6 +192,8 @@ class _Function:
         self._reference = reference
         self._runner = runner
         self._function = load_function(reference, KEY)
+        if callable(prepare := getattr(self._function, "prepare", None)):
+            prepare()
         self._accepted = _accepted_names(self._function, reference)
         self._weights: Mapping[str, float] = weights or getattr(self._function, "weights", {})
         self.version = f"{reference}@{_digest(self._function)}"
@@ -217,7 +220,10 @@ class _Function:
                     f"returns {', '.join(parts)}",
                     "reward.weights",
                 )
-            return {name: self._weights.get(name, 1.0) * value for name, value in parts.items()}, reason
+            weighed = {name: self._weights.get(name, 1.0) * value for name, value in parts.items()}
+            return {
+                name: self._number(value, f"part {name!r} times its weight") for name, value in weighed.items()
+            }, reason
         return {"reward": self._number(returned, "the result")}, reason
 
     def _name(self, name: object) -> str:

@@ -182,7 +182,7 @@ class RewardPool:
                 self._settle(job.future, reply, began_s)
             except ConfigError as error:
                 job.future.set_exception(error)
-            except (TimeoutError, EOFError, OSError) as error:
+            except (TimeoutError, EOFError, OSError, ValueError) as error:  # the last: what came is no message
                 self._finish(job.future, self._lost(worker, error), began_s)
                 worker = None
         if worker is not None:

@@ -6,11 +6,14 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
 from tithe.rewards.math_reward import Verdict, gold_answer
-from tithe.rewards.symbolic import verify
+from tithe.rewards.pool import RewardPool
+from tithe.rewards.spec import SYMBOLIC_MATH, RewardSpec
+from tithe.rewards.symbolic import verify_plain
 from tithe.rewards.symbolic.clean import is_damaged
 from tithe.types import PromptItem
 
@@ -45,7 +48,30 @@ def screen(
     leaked         a held-out question is in the training data, up to case, punctuation and spacing
     near           a training question shares `SHARED_WORDS` words in a row with a held-out one
     """
-    compare = compare or (lambda gold, text: verify(gold, text).verdict)
+    with ExitStack() as stack:
+        return _screen(train, held, compare or _Symbolic(stack))
+
+
+class _Symbolic:
+    """Compares by the symbolic grader: an answer that needs algebra in a worker, which can be killed."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._pool: RewardPool | None = None
+
+    def __call__(self, gold: str, text: str) -> Verdict:
+        plain = verify_plain(gold, text)
+        if plain is not None:
+            return plain.verdict
+        if self._pool is None:
+            self._pool = self._stack.enter_context(RewardPool(RewardSpec(function=SYMBOLIC_MATH)))
+        result = self._pool.submit(PromptItem("", answer=gold), text).result()
+        if result.value is None:
+            return Verdict.UNDECIDED
+        return Verdict.RIGHT if result.facts["right"] else Verdict.WRONG
+
+
+def _screen(train: Sequence[PromptItem], held: Sequence[PromptItem], compare: VerifyFn) -> tuple[Finding, ...]:
     both = [*train, *held]
     unreadable = [item for item in both if not _is_readable(item.answer)]
     unreadable_ids = {id(item) for item in unreadable}

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from tithe.errors import DataError
+from tithe.errors import DataError, UserError
 from tithe.rewards.math_reward import Verdict, judge
 from tithe.rewards.spec import weighted
 from tithe.rewards.tool_calls import ParsedReply, ToolCall, parse_tool_calls
@@ -99,12 +99,16 @@ def score_tool_use(
 
 @weighted(**WEIGHTS)
 def score(item: PromptItem, text: str) -> dict[str, float | str]:
-    """A reward function on one reply. Columns of the row: `tools`, `calls`, `format` (default auto)."""
-    reply = parse_tool_calls(text, item.extra.get("format") or "auto")
+    """A reward function on one reply. Columns of the row: `tools`, `calls`, `format` (default auto). A row that cannot
+    be judged by is an abstention, with the reason."""
     calls = item.extra.get("calls")
-    wanted = None if calls is None else read_calls(calls)
-    result = None if item.answer is None else judge(item.answer, reply.prose) is Verdict.RIGHT
-    judged = score_tool_use(reply, read_tools(item.extra.get("tools") or ()), wanted, result)
+    try:
+        reply = parse_tool_calls(text, item.extra.get("format") or "auto")
+        wanted = None if calls is None else read_calls(calls)
+        result = None if item.answer is None else judge(item.answer, reply.prose) is Verdict.RIGHT
+        judged = score_tool_use(reply, read_tools(item.extra.get("tools") or ()), wanted, result)
+    except UserError as error:
+        return {"reason": str(error)}
     return {**judged.parts(), "reason": judged.reason or "the calls are right"}
 
 

@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import Any
 
-from tithe.errors import ConfigError, FailureCause, UserError, boundary
+from tithe.errors import FailureCause, UserError, boundary
 from tithe.rewards.grading import Grader
 from tithe.rewards.spec import RewardSpec
 from tithe.rewards.wire import pack, receive, send
@@ -59,7 +59,7 @@ def _prepare(connection: socket.socket, start: dict[str, Any]) -> Grader | None:
     with boundary(FailureCause.REWARD) as slot:
         try:
             grader = Grader(RewardSpec.from_json(start["spec"]))
-        except ConfigError as wrong:
+        except UserError as wrong:
             error = str(wrong)
     if slot.failure is not None:
         error = slot.failure.message

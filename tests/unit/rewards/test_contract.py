@@ -41,6 +41,9 @@ def telling(item, text):
 def declining(item, text):
     return {"reason": "there is nothing to judge"}
 
+def big(item, text):
+    return {"a": 1e308}
+
 @weighted(a=0.5)
 def halves(item, text):
     return {"a": 1.0, "b": 1.0}
@@ -73,6 +76,18 @@ def test_a_further_rule_withholds_guidance_too(functions):
     )
     assert grade(spec).parts == {"answer": 1.0, "polite": 0.0}
     assert grade(spec, f"please {RIGHT}").parts == {"answer": 1.0, "polite": 1.0, "liking": 0.9}
+
+
+def test_parts_of_one_name_are_an_error_and_none_is_lost(functions):
+    for main, name in ((functions("liking"), "reward"), (functions("telling"), "a")):
+        spec = RewardSpec(main, parts=(PartSpec(name, functions("polite"), "shaping"),))
+        with pytest.raises(ConfigError, match=f"two parts of the reward are called '{name}'"):
+            grade(spec)
+
+
+def test_a_weight_that_makes_a_part_infinite_names_the_function(functions):
+    with pytest.raises(ConfigError, match=r"big returned inf as part 'a' times its weight"):
+        grade(RewardSpec(functions("big"), weights={"a": 10.0}))
 
 
 def test_shaping_is_paid_always_and_its_parts_are_summed(functions):
@@ -127,13 +142,13 @@ def test_normalised_rewards_stay_in_range(raw, low, width):
 
 
 def test_every_verdict_names_its_grader_and_its_reason(functions, tmp_path):
-    assert (grade(RewardSpec()).grader, grade(RewardSpec()).reason) == ("math@2", "equal to the answer")
+    assert (grade(RewardSpec()).grader, grade(RewardSpec()).reason) == ("math@3", "equal to the answer")
     first = grade(RewardSpec(functions("liking"))).grader
     assert first.startswith(functions("liking") + "@")
     (tmp_path / "my_rewards.py").write_text(FUNCTIONS + "\n# changed\n")
     assert grade(RewardSpec(functions("liking"))).grader != first
     abstained = Grader(RewardSpec()).grade(PromptItem("p", answer=""), RIGHT, {})
-    assert (abstained.value, abstained.grader) == (None, "math@2")
+    assert (abstained.value, abstained.grader) == (None, "math@3")
     assert "no readable answer" in abstained.reason
 
 
@@ -152,7 +167,7 @@ def test_the_pool_tells_how_long_and_why_from_both_processes():
         undecided = pool.submit(PromptItem("p", answer="\x0crac58"), r"\boxed{58}").result()
     assert (here.value, there.value, undecided.value) == (1.0, 1.0, None)
     assert (here.reason, there.reason) == ("equal as numbers", "equal as formulas")
-    assert here.grader == there.grader == undecided.grader == "symbolic_math@1"
+    assert here.grader == there.grader == undecided.grader == "symbolic_math@2"
     assert 0 < here.seconds < there.seconds
     assert pool.stats()["reward_abstained"] == 1
 
@@ -169,20 +184,20 @@ def group(number, *rewards):
 
 def test_parts_grader_and_reason_are_kept_in_the_pool(tmp_path):
     parts = {"answer": 1.0, "fact.right": 1.0}
-    kept = rollout(0, 1.0, reward_parts=parts, grader="math@2", reward_reason="equal as numbers")
-    abstained = rollout(1, None, grader="math@2", reward_reason="the question has no readable answer")
+    kept = rollout(0, 1.0, reward_parts=parts, grader="math@3", reward_reason="equal as numbers")
+    abstained = rollout(1, None, grader="math@3", reward_reason="the question has no readable answer")
     with Pool.create(tmp_path / "pool.sqlite", "run") as pool:
         number = pool.admit("p", 0, 0)
         pool.commit(dataclasses.replace(group(number), rollouts=(kept, abstained)))
         (read,) = pool.lease_batch(2, 0, lambda _: False).groups
     assert [(r.grader, r.reward_reason, r.failure) for r in read.rollouts] == [
-        ("math@2", "equal as numbers", None),
-        ("math@2", "the question has no readable answer", None),
+        ("math@3", "equal as numbers", None),
+        ("math@3", "the question has no readable answer", None),
     ]
     with PoolReader(tmp_path / "pool.sqlite") as reader:
         rows = reader.query("SELECT reward, reason, grader, cause FROM rollouts ORDER BY sample")
     assert rows[1] == {
-        "reward": None, "reason": "the question has no readable answer", "grader": "math@2", "cause": None,
+        "reward": None, "reason": "the question has no readable answer", "grader": "math@3", "cause": None,
     }  # fmt: skip
 
 

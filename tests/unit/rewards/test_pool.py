@@ -17,6 +17,7 @@ from tithe.config.sampling import FormatRule as FormatRuleSettings
 from tithe.config.sampling import RewardSettings
 from tithe.errors import ConfigError, DataError, FailureCause
 from tithe.rewards import FormatRule, RewardPool, RewardSpec, build_reward
+from tithe.rewards.process import WorkerProcess
 from tithe.types import PromptItem
 
 ITEM = PromptItem("p-0", messages=({"role": "user", "content": "3+4?"},), answer="7", extra={"level": 2})
@@ -366,3 +367,45 @@ def test_the_spec_follows_the_configuration():
     assert not spec.is_simple
     bare = build_reward(settings, shaping="none")
     assert (bare.unreadable, bare.format_rules, bare.is_simple) == (bare.wrong, (), True)
+
+
+def test_a_worker_that_sends_no_message_is_replaced_and_nobody_waits_for_ever(judges, monkeypatch):
+    def garbage(self, job, timeout_s):
+        raise ValueError("not JSON")
+
+    with RewardPool(RewardSpec(f"{judges}:judge")) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(WorkerProcess, "ask", garbage)
+            lost = pool.submit(ITEM, "int").result(timeout=60)
+        assert (lost.value, lost.failure.cause) == (None, FailureCause.REWARD)
+        assert pool.submit(ITEM, "int").result(timeout=60).value == 3.0
+
+
+PREPARED = """
+from tithe.errors import DataError
+ready = []
+
+def judge(item, text):
+    return len(ready)
+
+judge.prepare = lambda: ready.append(1)
+
+def refused(item, text):
+    return 1
+
+def refuse():
+    raise DataError("there is no model")
+
+refused.prepare = refuse
+"""
+
+
+def test_a_function_is_prepared_once_before_the_first_text(tmp_path):
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    with RewardPool(RewardSpec(f"{tmp_path}/prepared.py:judge")) as pool:
+        assert [pool.submit(ITEM, "x").result(timeout=60).value for _ in range(2)] == [1.0, 1.0]
+    with (
+        RewardPool(RewardSpec(f"{tmp_path}/prepared.py:refused")) as pool,
+        pytest.raises(ConfigError, match="no model"),
+    ):
+        pool.check()

@@ -293,7 +293,7 @@ def test_b25_an_empty_answer_is_not_zero(answer):
 
 def test_a_row_that_says_nothing_is_an_error():
     with pytest.raises(DataError, match="neither `calls` nor an answer"):
-        paid(call(a=1, b=2), wanted=None)
+        score_tool_use(ParsedReply(), {})
 
 
 @pytest.mark.parametrize(
@@ -357,3 +357,35 @@ JSON = st.recursive(
 def test_json_equality_survives_a_round_trip(value):
     assert same_json(value, json.loads(json.dumps(value)))
     assert not same_json(value, [value])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"calls": 7}, {"calls": {"name": "f", "arguments": "{"}}, {"tools": 7}, {"format": "morse"}, {}],
+)
+def test_a_row_that_cannot_be_judged_by_is_an_abstention_with_its_reason(extra):
+    judged = score(PromptItem("row", extra={"calls": {"name": "f"}, **extra} if extra else {}), "hello")
+    assert set(judged) == {"reason"}
+    assert judged["reason"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": True},
+        {"properties": {"a": {"enum": 3}}},
+        {"properties": {"a": {"minimum": "x"}}},
+        {"properties": {"a": {"multipleOf": 0}}},
+        {"properties": 3},
+    ],
+)
+def test_a_keyword_of_the_wrong_type_is_told(schema):
+    with pytest.raises(DataError, match="JSON schema"):
+        problems({"a": 1}, schema)
+
+
+def test_a_number_of_any_size_is_checked_and_told_once():
+    schema = {"properties": {"a": {"multipleOf": 3, "maximum": 10, "minimum": 0}}}
+    assert problems({"a": 3 * 10**400}, schema) == ["a: breaks maximum = 10"]
+    assert problems({"a": 10**400 + 1}, schema) == ["a: breaks maximum = 10", "a: breaks multipleOf = 3"]
+    assert problems({"a": 9.0}, schema) == []

@@ -28,7 +28,7 @@ def problems(value: object, schema: Mapping[str, Any]) -> list[str]:
     >>> problems({"a": "1"}, {"type": "object", "properties": {"a": {"type": "integer"}}})
     ['a: not of type integer']
     """
-    return list(_check(value, schema, schema, "", 0))
+    return list(dict.fromkeys(_check(value, schema, schema, "", 0)))
 
 
 def with_defaults(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,10 @@ def _check(value: object, schema: object, root: Mapping[str, Any], where: str, d
         raise DataError(f"a tool's JSON schema uses {unknown[0]!r}, which is not supported; leave it out")
     for keyword, rule in _KEYWORDS.items():
         if keyword in schema:
-            yield from rule(value, schema, root, where, depth)
+            try:
+                yield from rule(value, schema, root, where, depth)
+            except (TypeError, AttributeError, re.error, ZeroDivisionError) as error:
+                raise DataError(f"a tool's JSON schema has {keyword} = {schema[keyword]!r:.60}: {error}") from error
 
 
 def _at(where: str, message: str) -> str:
@@ -155,7 +158,7 @@ def _unique(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], wher
 
 
 def _bounds(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], where: str, depth: int) -> Iterator[str]:
-    """All bounds at once; called by the first of them, so that each is told once."""
+    """All bounds at once, for each of them: `problems` tells each breach once."""
     del root, depth
     if _is_number(value):
         tests = {
@@ -163,7 +166,7 @@ def _bounds(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], wher
             "maximum": lambda bound: value <= bound,
             "exclusiveMinimum": lambda bound: value > bound,
             "exclusiveMaximum": lambda bound: value < bound,
-            "multipleOf": lambda bound: math.isclose(math.remainder(value, bound), 0.0, abs_tol=1e-9),
+            "multipleOf": lambda bound: _is_multiple(value, bound),
         }
     elif isinstance(value, str | list):
         kind = "Length" if isinstance(value, str) else "Items"
@@ -173,6 +176,12 @@ def _bounds(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], wher
     for name, test in tests.items():
         if name in schema and not test(schema[name]):
             yield _at(where, f"breaks {name} = {schema[name]}")
+
+
+def _is_multiple(value: float, step: float) -> bool:
+    if isinstance(value, int) and isinstance(step, int):
+        return value % step == 0
+    return abs(value) < 1e300 and math.isclose(math.remainder(value, step), 0.0, abs_tol=1e-9)
 
 
 def _pattern(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], where: str, depth: int) -> Iterator[str]:
