@@ -15,6 +15,7 @@ from tithe.build.hooks import POOL_FILE
 from tithe.build.loops import train_and_roll
 from tithe.build.origin import write_origin
 from tithe.build.record import RunRecord
+from tithe.build.scoring import check_same_models
 from tithe.build.session import Session, open_session, say
 from tithe.checkpoint import find_checkpoints
 from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed, load_run
@@ -134,6 +135,7 @@ def _reopen(stack: ExitStack, session: Session, run_dir: Path) -> tuple[Pool, Ch
     """Take over a run's pool, rewound to its newest complete checkpoint, and keep the configuration it goes on with."""
     pool = stack.enter_context(Pool.open(run_dir / POOL_FILE))
     _check_base(session, run_dir)
+    check_same_models(session.reward_models, run_dir / POOL_FILE)
     _bind_prompts(pool, session)
     start = _rewind(session, run_dir, pool)
     write_text(run_dir / CONFIG_FILE, dump_resolved(session.cfg))

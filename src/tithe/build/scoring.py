@@ -11,8 +11,9 @@ from tithe.arch.files import read_json
 from tithe.build.base import Base
 from tithe.config import RunConfig
 from tithe.config.sampling import REWARD_MODEL
-from tithe.errors import ConfigError, ModelError, UserError
+from tithe.errors import ConfigError, ModelError, ResumeError, UserError
 from tithe.models import Passes
+from tithe.pool import PoolReader
 from tithe.renderers import ChatRenderer, load_renderer
 from tithe.rewards import RewardModel
 from tithe.scorers import (
@@ -30,6 +31,9 @@ from tithe.trainer import FullTrainer, Trainer
 from tithe.types import PromptItem
 
 KEY = "reward.function"
+
+_GRADER = "model@"
+"""Begins a reward model's name among a rollout's graders; its version follows."""
 
 OTHER_TOKENS = 2
 """A classifier's own tokenizer may need this many tokens for one of the base's."""
@@ -83,10 +87,24 @@ def open_reward_models(
         except UserError as error:
             raise ConfigError(f"{KEY}: {error}", key=KEY) from error
         desk = ScoringDesk(scorer, base.lane, batch_tokens=cfg.rl.micro_batch_tokens)
-        models[f"{REWARD_MODEL}{path}"] = RewardModel(_asks(desk, write), f"model@{version}")
+        models[f"{REWARD_MODEL}{path}"] = RewardModel(_asks(desk, write), f"{_GRADER}{version}")
         n_bytes += scorer.memory_bytes()
         say(f"reward model: {path.name}, version {version}, {scorer.memory_bytes() / 1e6:.1f} MB beside the base")
     return RewardModels(models, n_bytes)
+
+
+def check_same_models(models: RewardModels, pool_path: Path) -> None:
+    """Refuse reward models that are not, byte for byte, those that paid a pool's rollouts: rewards of two judges do not
+    compare. Raises `ResumeError`."""
+    with PoolReader(pool_path) as reader:
+        graders = [row["grader"] for row in reader.query("SELECT DISTINCT grader FROM rollout WHERE grader NOT NULL")]
+    paid = {name for grader in graders for name in grader.split(", ") if name.startswith(_GRADER)}
+    now = {model.grader for model in models.by_function.values()}
+    if not paid <= now:
+        raise ResumeError(
+            f"{KEY}: this run's rollouts were paid by {', '.join(sorted(paid))}, and the reward model's directory now "
+            f"holds {', '.join(sorted(now)) or 'none'}: put the old files back, or begin a new run"
+        )
 
 
 def _asks(desk: ScoringDesk, write: _Conversation) -> Callable[[PromptItem, str], Future[float]]:
@@ -107,7 +125,7 @@ def _on_base(
             f"warning: {path.name} was trained under {manifest.numeric_mode}; under {base.numeric_mode} the scores of "
             f"its probe differ by up to {gap:.2g}"
         )
-    elif gap > 0:
+    elif not gap <= 0:  # NaN is no score either
         raise ModelError(f"{path} scores its own probe {gap:g} away from what it says it did: train it again")
     return scorer, manifest.version
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,10 @@ import pytest
 from support.classifiers import build_classifier
 from support.runs import RunFiles, query, write_run_files
 from support.threads import one_thread
-from tithe.build import train
+from tithe.build import resume, train
 from tithe.cli.main import main
 from tithe.config import load_config
-from tithe.errors import ConfigError
+from tithe.errors import ConfigError, ResumeError
 from tithe.scorers import read_manifest
 
 
@@ -115,6 +117,28 @@ def test_a_run_is_paid_by_it_and_the_pool_says_by_whom(
     assert len(scores) > 4
     memory = json.loads((run_dir / "run.json").read_text())["memory"]
     assert memory["reward_model_bytes"] > 4 * 64
+
+
+def test_a_resume_with_other_bytes_than_paid_the_run_is_refused(
+    files: RunFiles, judge: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(judge[0], tmp_path / "judge")
+    path = files.write("resumed", reward={"function": f"model:{copy}"}, run={"max_steps": 1, "eval_every": None})
+    run_dir = tmp_path / "run"
+    train(load_config(path, [f"run.dir={run_dir}"]), run_dir)
+    kept = {file.name: file.read_bytes() for file in copy.iterdir()}
+    spaced = kept["adapter_config.json"] + b"\n"
+    manifest = json.loads(kept["reward_model.json"])
+    manifest["files"]["adapter_config.json"] = hashlib.sha256(spaced).hexdigest()
+    (copy / "adapter_config.json").write_bytes(spaced)
+    (copy / "reward_model.json").write_text(json.dumps(manifest))
+    other = read_manifest(copy).version
+    assert other != judge[1]["version"]
+    with pytest.raises(ResumeError, match=f"paid by model@{judge[1]['version']}.*now holds model@{other}"):
+        resume(run_dir, ["run.max_steps=2"])
+    for name, data in kept.items():
+        (copy / name).write_bytes(data)
+    assert resume(run_dir, ["run.max_steps=2"])["steps"] == 2
 
 
 def test_another_base_is_refused_before_anything_is_written(
