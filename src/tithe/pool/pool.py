@@ -285,6 +285,11 @@ class Pool:
                 raise PoolError(f"batch {serial} has no groups")
             if serial != before + 1:
                 raise PoolError(f"batch {serial} cannot follow batch {before}: serials rise by one")
+            # groups that a rewind put back still hold the places of their old batches
+            db.executemany(
+                "UPDATE rollout_group SET batch_serial = NULL, batch_position = NULL WHERE group_id = ?",
+                [(group_id,) for group_id in group_ids],
+            )
             for position, group_id in enumerate(group_ids):
                 move_group(db, group_id, TRAIN)
                 db.execute(

@@ -51,12 +51,16 @@ class PoolReader:
         ≥ `first_batch`.
         """
         with sqlite_errors(self.path):
-            rows = self._db.execute(
-                "SELECT group_id FROM rollout_group WHERE state = ? AND prompt_tokens IS NOT NULL"
-                " AND COALESCE(batch_serial, ?) >= ? ORDER BY group_id DESC LIMIT ?",
-                (state, first_batch, first_batch, -1 if limit is None else limit),
-            ).fetchall()
-            return [load_group(self._db, row["group_id"]) for row in rows]
+            self._db.execute("BEGIN")  # the owner may prune while we read
+            try:
+                rows = self._db.execute(
+                    "SELECT group_id FROM rollout_group WHERE state = ? AND prompt_tokens IS NOT NULL"
+                    " AND COALESCE(batch_serial, ?) >= ? ORDER BY group_id DESC LIMIT ?",
+                    (state, first_batch, first_batch, -1 if limit is None else limit),
+                ).fetchall()
+                return [load_group(self._db, row["group_id"]) for row in rows]
+            finally:
+                self._db.rollback()
 
     def close(self) -> None:
         """Release the file. A second call does nothing."""

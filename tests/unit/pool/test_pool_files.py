@@ -10,6 +10,7 @@ import pytest
 
 from tithe.errors import PoolError, ResumeError, UserError
 from tithe.pool import GroupState, Pool, PoolReader, PromptSource
+from tithe.pool import reader as reader_module
 from unit.pool.groups import add_ready, keep_all, make_group, make_rollout, train
 
 
@@ -73,6 +74,37 @@ def test_rewind_brings_back_later_batches_in_their_order(pool, path):
         assert rewind.checkpoint.state == {"note": "x"}
         assert (train(resumed, 2), train(resumed, 2)) == (second, third)
         assert resumed.serial == 3
+
+
+def test_a_batch_that_waits_again_may_be_trained_in_another_order(pool, path):
+    """The old places of its groups are free: none may stand in another's way."""
+    add_ready(pool, 2)
+    first, second = train(pool, 2)
+    pool.close()
+    with Pool.open(path) as resumed:
+        resumed.rewind_to_checkpoint()
+        resumed.lease_batch(4, 0, keep_all)
+        resumed.mark_trained([second, first], 1)
+    with PoolReader(path) as reader:
+        places = reader.query("SELECT group_id, batch_position FROM groups ORDER BY batch_position")
+    assert [tuple(row.values()) for row in places] == [(second, 0), (first, 1)]
+
+
+def test_a_reader_sees_one_instant_while_the_owner_prunes(pool, path, monkeypatch):
+    for _ in range(3):
+        add_ready(pool, 2)
+        train(pool, 2)
+    pool.record_checkpoint(3, path.parent, {})
+    load = reader_module.load_group
+
+    def pruned_meanwhile(db, group_id):
+        pool.prune_trained(0)
+        return load(db, group_id)
+
+    monkeypatch.setattr(reader_module, "load_group", pruned_meanwhile)
+    with PoolReader(path) as reader:
+        assert len(reader.groups()) == 6
+        assert reader.groups() == [], "the next call sees what was pruned"
 
 
 def test_rewind_without_checkpoint_begins_again(pool, path):
