@@ -23,7 +23,7 @@ TENSORBOARD_MISSING = (
 class TensorBoardSink:
     """Writes scalars named ``<kind>/<name>`` for TensorBoard. Without tensorboardX it says so once and stays silent.
 
-    `first_step` is the step a resumed run goes on from: TensorBoard then hides what an earlier process wrote after it.
+    `first_step` is the last step that a resumed run keeps: TensorBoard hides what an earlier process wrote after it.
     """
 
     def __init__(
@@ -35,7 +35,9 @@ class TensorBoardSink:
         except ImportError:
             note(TENSORBOARD_MISSING)
             return
-        self._writer = module.SummaryWriter(logdir=str(directory), purge_step=first_step, flush_secs=20)
+        # TensorBoard hides the step given here as well, whose row stays
+        purged = None if first_step is None else first_step + 1
+        self._writer = module.SummaryWriter(logdir=str(directory), purge_step=purged, flush_secs=20)
 
     @property
     def active(self) -> bool:

@@ -76,7 +76,7 @@ def test_without_tensorboardx_one_note_and_no_error(tmp_path, monkeypatch):
     assert not (tmp_path / "tb").exists()
 
 
-def test_tensorboard_gets_names_by_kind(tmp_path, monkeypatch):
+def test_tensorboard_gets_names_by_kind_and_hides_what_comes_after_the_last_step_that_stays(tmp_path, monkeypatch):
     points = []
 
     class SummaryWriter:
@@ -97,7 +97,7 @@ def test_tensorboard_gets_names_by_kind(tmp_path, monkeypatch):
     sink.write(7, {"eval_greedy": 0.5})
     sink.close()
     sink.close()
-    assert points == [7, ("train/loss", 1.0, 7), ("train/tok_per_s", 2.0, 7), ("eval/eval_greedy", 0.5, 7), "closed"]
+    assert points == [8, ("train/loss", 1.0, 7), ("train/tok_per_s", 2.0, 7), ("eval/eval_greedy", 0.5, 7), "closed"]
 
 
 def test_tensorboard_for_real(tmp_path):
