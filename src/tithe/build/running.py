@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from tithe.build.origin import write_origin
 from tithe.build.record import RunRecord
 from tithe.build.scoring import check_same_models
 from tithe.build.session import Session, open_session, say
-from tithe.checkpoint import find_checkpoints
+from tithe.checkpoint import FoundCheckpoint, find_checkpoints
 from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed, load_run
 from tithe.errors import ConfigError, ResumeError, UserError
 from tithe.lora import save_adapter
@@ -149,14 +149,16 @@ def _check_base(session: Session, run_dir: Path) -> None:
 
 
 def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
-    """Rewind the pool to the newest complete checkpoint it records and load the trainer's state from it."""
+    """Rewind the pool to the newest complete checkpoint it records, load the trainer's state from it, and remove what
+    was written of later batches."""
     root = run_dir / "checkpoints"
-    recorded = {c.serial for c in pool.checkpoints()}
+    recorded, folders = {c.serial for c in pool.checkpoints()}, find_checkpoints(root)
     if not recorded:
         pool.rewind_to_checkpoint()
+        _forget_after(run_dir, folders, 0)
         say("resume: no checkpoint was recorded yet; the run begins again with the rollouts it has")
         return None
-    found = [c for c in find_checkpoints(root) if c.step in recorded]
+    found = [c for c in folders if c.step in recorded]
     for damaged in (c for c in found if not c.ok):
         say(f"warning: {damaged.path} is passed over: {damaged.problem}")
     chosen = next((c for c in reversed(found) if c.ok), None)
@@ -164,8 +166,24 @@ def _rewind(session: Session, run_dir: Path, pool: Pool) -> Checkpoint | None:
         raise ResumeError(f"{root} holds none of the checkpoints that the pool records, complete: {sorted(recorded)}")
     session.base.lane.call(session.learner.take_back, chosen.path)
     rewind = pool.rewind_to_checkpoint(chosen.step)
+    _forget_after(run_dir, folders, rewind.serial)
     say(f"resume: from batch {rewind.serial}; {rewind.replayed} trained groups wait again")
     return rewind.checkpoint
+
+
+def _forget_after(run_dir: Path, folders: Sequence[FoundCheckpoint], serial: int) -> None:
+    """Remove complete checkpoints and evaluations of batches that are trained again.
+
+    A checkpoint whose folder was complete when the process died, but which the pool never came to record, would
+    otherwise count as the newest one when older ones are pruned.
+    """
+    for orphan in folders:
+        if orphan.ok and orphan.step > serial:
+            remove_directory(orphan.path)
+    for path in (run_dir / "eval").glob("step_*.json"):
+        digits = path.stem.removeprefix("step_")
+        if digits.isdecimal() and int(digits) > serial:
+            path.unlink()
 
 
 def _finish(
