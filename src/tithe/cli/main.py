@@ -17,8 +17,20 @@ from tithe.cli.parser import UsageError, parse
 
 OK, RUN_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG})
-"""System errors whose remedy is the user's: space, quota, permission."""
+_DISK = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EFBIG,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+        errno.EISDIR,
+    }
+)
+"""System errors whose remedy is the user's: space, quota, permission, a path that cannot be one."""
 
 _EXTRAS = {
     "torch": "train",

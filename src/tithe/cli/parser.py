@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tithe.cli.planning import add_commands
 
 OVERRIDES_HELP = "configuration overrides such as optimizer.lr=1e-4; all keys are in docs/configuration.md"
+OVERRIDES: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "key=value", "help": OVERRIDES_HELP}
+"""With a default of its own, argparse does not count it among the required arguments."""
 
 
 class UsageError(Exception):
@@ -29,6 +31,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
+    if parsed.version:
+        raise UsageError(f"--version stands alone\n{parser.format_usage().strip()}")
     if parsed.command is None:
         raise UsageError(f"no command given\n{parser.format_help().strip()}")
     stray = [text for text in rest if text.startswith("-") or "=" not in text]
@@ -60,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     def overrides(command: argparse.ArgumentParser) -> None:
-        command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+        command.add_argument("overrides", **OVERRIDES)
 
     train = add("train", "train an adapter as a run file says")
     train.add_argument("run_file", metavar="RUN.yaml", help="run file; every key has a default")

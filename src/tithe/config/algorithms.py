@@ -78,6 +78,9 @@ Level = Literal["token", "sequence", "geometric"]
 LEVELS: dict[str, Level] = {"": "token", "sequence": "sequence", "geometric": "geometric"}
 """Ending of a correction's name → what its weight belongs to."""
 
+LAMBDA = 0.95
+"""`rl.gae_lambda` where none is given."""
+
 WEIGHING = frozenset({"tis", "mis", "icepop", "decoupled"})
 """Corrections that weigh a sample by the trainer's policy over what it was drawn from."""
 

@@ -33,11 +33,15 @@ def derived(factory: Callable[[dict[str, Any]], Any], text: str, **constraints: 
 
 def absolute_path(path: str) -> str:
     """`path` with ``~`` expanded, absolute against the current directory, so that a resume from anywhere finds it.
+    Raises `ValueError` for the home of an unknown user.
 
     >>> absolute_path("/data/rows.jsonl")
     '/data/rows.jsonl'
     """
-    return str(Path(path).expanduser().absolute())
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as error:
+        raise ValueError(f"begins with a home folder that is not known ({error})") from error
 
 
 def _as_tuple(value: Any) -> Any:

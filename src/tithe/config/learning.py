@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from tithe.config.algorithms import Level, clip_high, correction_parts, of_algorithm, of_correction
+from tithe.config.algorithms import LAMBDA, Level, clip_high, correction_parts, of_algorithm, of_correction
 from tithe.config.base import LocalPath, Section, TextTuple, absolute_path, as_tuple, derived
 
 KL_HORIZON = 10_000
@@ -269,7 +269,7 @@ class RlSettings(Section):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of rewards per token the model wrote, for `ppo` and `reinforce_pp`."""
 
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    gae_lambda: float = Field(default=LAMBDA, ge=0, le=1)
     """Discount of later errors in `ppo`'s advantages: 1 trusts rewards alone, less trusts the critic."""
 
     critic_warmup_steps: int = Field(default=0, ge=0)

@@ -122,7 +122,9 @@ def _key(location: tuple[int | str, ...]) -> str:
 def _unknown(key: str) -> str:
     near = nearest_key(key)
     kind = "section" if near in sections() else "key"
-    return f"{key}: there is no such key" + (f"; did you mean the {kind} {near}?" if near else "")
+    return f"{key}: there is no such key; " + (
+        f"did you mean the {kind} {near}?" if near else "docs/configuration.md lists them all"
+    )
 
 
 def _wrong(key: str, item: Any, values: Mapping[str, Any]) -> str:

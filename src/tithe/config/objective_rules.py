@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tithe.config.algorithms import CORRECTIONS, WEIGHING
+from tithe.config.algorithms import CORRECTIONS, LAMBDA, WEIGHING
 from tithe.config.phases import schedule_of
 from tithe.config.sections import RunSections
 
@@ -12,7 +12,7 @@ LAG_WITHOUT_CLIP = 1
 """Oldest sample, in batches, that an unclipped importance weight may be applied to."""
 
 NO_GROUP = frozenset({"ppo", "reinforce_pp"})
-"""Algorithms that compare no group."""
+"""Algorithms that compare no group. Only these discount rewards from token to token (`rl.gamma`)."""
 
 Problem = tuple[str, str]
 """(key to change, what is wrong with it)."""
@@ -100,6 +100,14 @@ def _algorithm(cfg: RunSections) -> Iterator[Problem]:
         yield "rl.advantage_scale", f"std divides by a group's deviation, and {rl.algorithm} compares none; take batch"
     if rl.dual_clip is not None and rl.algorithm == "cispo":
         yield "rl.dual_clip", f"{rl.dual_clip}: cispo clips weights and no losses; leave it out"
+    if rl.gamma != 1 and rl.algorithm not in NO_GROUP:
+        yield "rl.gamma", f"{rl.gamma:g}: {rl.algorithm} gives every token of an answer the same credit; leave it out"
+    if rl.algorithm != "ppo":
+        no_critic = f"{rl.algorithm} has no critic; leave it out, or take rl.algorithm = ppo"
+        if rl.gae_lambda != LAMBDA:
+            yield "rl.gae_lambda", f"{rl.gae_lambda:g}: {no_critic}"
+        if rl.critic_warmup_steps > 0:
+            yield "rl.critic_warmup_steps", f"{rl.critic_warmup_steps}: {no_critic}"
     groups = rl.batch_size_per_update // rl.samples_per_prompt
     if groups % rl.mini_batches:
         yield "rl.mini_batches", f"{rl.mini_batches} does not divide the batch's {groups} groups; change one of the two"

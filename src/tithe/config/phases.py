@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tithe.config.schedules import Phase
+from tithe.config.schedules import EVERY_RATE, Phase
 from tithe.config.sections import RunSections
 
 
@@ -128,9 +128,14 @@ def phase_problems(cfg: RunSections) -> Iterator[tuple[str, str]]:
             batch = f"rl.batch_size_per_update = {rl.batch_size_per_update}"
             problem = f"samples_per_prompt = {size} does not divide {batch}; change one of the two"
             yield "schedule.phases", f"{phase.name}: {problem}"
+    if schedule.change == "linear" and len(phases) < 2:
+        yield "schedule.change", f"linear while there are {len(phases)} phases to go between; give two, or leave it out"
     low, high = schedule.rest_outside
     if low >= high:
         yield "schedule.rest_outside", f"[{low:g}, {high:g}]: the first must be less than the second"
+    elif (low, high) != EVERY_RATE and schedule.rest_batches == 0:
+        reason = "while schedule.rest_batches = 0 lets no prompt rest; give that, or leave this out"
+        yield "schedule.rest_outside", f"[{low:g}, {high:g}] {reason}"
     if schedule.adaptive_samples is None:
         return
     fewest, most = schedule.adaptive_samples

@@ -23,7 +23,8 @@ _Problem = tuple[str, str]
 
 def check_relations(cfg: RunSections) -> None:
     """Raise one `ConfigError` that lists every broken relation; `.key` is the first one's key to change."""
-    checks = (_sizes, _staleness, objective_problems, _formats, _full, _rewards, _reward_models, phase_problems)
+    rewards = (_rewards, _tools, _reward_models)
+    checks = (_sizes, _staleness, objective_problems, _formats, _full, *rewards, phase_problems)
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(f"{key} = {message}" for key, message in problems), key=problems[0][0])
@@ -34,7 +35,8 @@ def _sizes(cfg: RunSections) -> Iterator[_Problem]:
     group = rl.samples_per_prompt
     for name in ("batch_size_per_update", "rollout_buffer_size"):
         size = getattr(rl, name)
-        if size % group:
+        only_follows = name == "rollout_buffer_size" and name not in rl.model_fields_set
+        if size % group and not only_follows:
             near = max(group, round(size / group) * group)
             yield f"rl.{name}", f"{size} is no multiple of rl.samples_per_prompt = {group}; {near} would be"
     if rl.rollout_buffer_size < rl.batch_size_per_update:
@@ -110,6 +112,11 @@ def _rewards(cfg: RunSections) -> Iterator[_Problem]:
             "reward.format_rules",
             f"{len(reward.format_rules)} rules without effect under rl.reward_shaping = none; {remedy}",
         )
+
+
+def _tools(cfg: RunSections) -> Iterator[_Problem]:
+    if cfg.task.turn_reward and not cfg.task.tools:
+        yield "task.turn_reward", f"{cfg.task.turn_reward:g} while task.tools names none to call; leave it out"
 
 
 def _reward_models(cfg: RunSections) -> Iterator[_Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tithe.config.base import absolute_path
 from tithe.config.fields import iter_fields
 from tithe.config.loading import load_config
 from tithe.config.schema import RunConfig
@@ -67,7 +68,10 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises `ResumeError` when the directory or its configuration is missing, `ConfigError` when a value is wrong.
     """
-    directory = Path(run_dir).expanduser().absolute()
+    try:
+        directory = Path(absolute_path(str(run_dir)))
+    except ValueError as error:
+        raise ResumeError(f"{run_dir} is no run directory: it {error}") from error
     if not directory.is_dir():
         raise ResumeError(f"{directory} is no run directory: it does not exist")
     path = directory / CONFIG_FILE

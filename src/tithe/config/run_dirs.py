@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from pathlib import Path
 
 from tithe.config.schema import RunConfig
@@ -19,6 +21,8 @@ def choose_run_dir(cfg: RunConfig) -> RunConfig:
     wanted = Path(cfg.run.dir)
     try:
         is_free = _is_free(wanted)
+        if is_free:
+            _check_place(wanted)
     except OSError as error:  # a name that the system cannot hold, or a folder that may not be looked into
         raise ConfigError(
             f"run.dir = {_quoted(cfg.run.dir)} cannot be used: {explain(error)}", key="run.dir"
@@ -32,6 +36,15 @@ def choose_run_dir(cfg: RunConfig) -> RunConfig:
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     free = next(path for path in numbered if _is_free(path))
     return cfg.model_copy(update={"run": cfg.run.model_copy(update={"dir": str(free)})})
+
+
+def _check_place(path: Path) -> None:
+    """Raise `OSError` where no directory of this name can be made, before anything heavy is done for it."""
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file", str(place))
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "cannot be written", str(place))
 
 
 def _is_free(path: Path) -> bool:

@@ -24,7 +24,8 @@ class MonitorSettings(Section):
 
     alarm_after: int = Field(default=3, ge=1)
     """Batches in a row before an alarm, with one cause of failed rollouts, with more than half of the groups dropped as
-    too old, or with all rewards exactly 0 (mostly an extractor that never matches)."""
+    too old, or with all rewards exactly 0 (mostly an extractor that never matches). As many batches' worth of rollouts
+    in a row, in groups of which nothing can be used, end the run."""
 
 
 class RunSettings(Section):

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from tithe.config.base import Section, as_tuple
 
+EVERY_RATE = (0.0, 1.0)
+"""`schedule.rest_outside` where none is given: only prompts that are always or never solved rest."""
+
 
 class Phase(Section):
     """A stretch of a run. Keys that it leaves out keep the value they have elsewhere in the run file."""
@@ -74,7 +77,7 @@ class ScheduleSettings(Section):
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=0, le=1)]],
         as_tuple,
         Field(json_schema_extra={"allowed": "[low, high], 0 <= low < high <= 1"}),
-    ] = (0.0, 1.0)
+    ] = EVERY_RATE
     """Share of right answers (of rewards, where right and wrong are not known) up to which a prompt is hopeless, and
     from which it is solved."""
 

@@ -29,6 +29,7 @@ _REMEDIES = {
     errno.EPERM: "permission denied; choose a directory that can be written",
     errno.ENAMETOOLONG: "the name is longer than the system allows; choose a shorter one",
     errno.ENOTDIR: "a part of the path is a file, not a directory",
+    errno.EISDIR: "is a directory; name a file",
 }
 
 
@@ -161,6 +162,8 @@ def _flush_tree(root: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace or create a text file (UTF-8); readers see the old one or the new one, whole."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))
     _make_folder(path.parent)
     hidden = _hidden_name(path)
     try:

@@ -315,6 +315,22 @@ def test_help_and_version_succeed(arguments: Any, capsys: Any):
     assert "tithe" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train"], "the following arguments are required: RUN.yaml\n"),
+        (["train", "--version", "x.yaml"], "unknown argument '--version'"),
+        (["--version", "train", "x.yaml"], "--version stands alone"),
+        (["report", "a" * 300], "the name is longer than the system allows"),
+        (["resume", "~nobody-here/run"], "begins with a home folder that is not known"),
+    ],
+)
+def test_a_slip_is_told_in_one_place_and_does_nothing(build: Any, capsys: Any, arguments: Any, says: str):
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+    assert build.calls == []
+
+
 def test_help_needs_the_standard_library_alone_and_a_dry_run_no_torch(run_file: Any):
     code = f"""
 import sys

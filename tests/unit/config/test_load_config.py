@@ -303,3 +303,33 @@ def test_a_directory_name_that_the_system_cannot_hold_is_an_error_of_that_key(tm
     with pytest.raises(ConfigError, match=r"run\.dir = '.{77}' cannot be used: the name is longer") as caught:
         choose_run_dir(cfg)
     assert caught.value.key == "run.dir"
+
+
+def test_a_directory_under_a_file_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cfg = load_config(None, [f"run.dir={tmp_path / 'file' / 'deep' / 'run'}"])
+    with pytest.raises(ConfigError, match=r"run\.dir = .* cannot be used: a part of the path is a file") as caught:
+        choose_run_dir(cfg)
+    assert caught.value.key == "run.dir"
+    assert choose_run_dir(load_config(None, [f"run.dir={tmp_path / 'new' / 'run'}"])).run.dir.endswith("new/run")
+
+
+@pytest.mark.parametrize("key", ["model.path", "task.source", "reward.function", "rl.kl_reference", "run.dir"])
+def test_the_home_of_an_unknown_user_is_an_error_of_that_key(key):
+    value = {"task.source": "~nobody-here/rows.jsonl", "reward.function": "~nobody-here/f.py:f"}.get(key)
+    error = refused(f"{key}={value or '~nobody-here/x'}")
+    assert error.key == key
+    assert "begins with a home folder that is not known" in str(error)
+
+
+def test_one_wrong_size_is_one_problem():
+    """The buffer follows the batch, so that its own size is no news."""
+    error = refused("rl.batch_size_per_update=12")
+    assert (error.key, len(str(error).splitlines())) == ("rl.batch_size_per_update", 1)
+    assert refused("rl.batch_size_per_update=16", "rl.rollout_buffer_size=20").key == "rl.rollout_buffer_size"
+
+
+def test_an_unknown_key_without_a_near_one_is_told_where_all_are_listed():
+    assert str(refused("lr_of_everything_else=1")) == (
+        "lr_of_everything_else: there is no such key; docs/configuration.md lists them all"
+    )

@@ -118,6 +118,9 @@ def test_names_are_those_of_the_losses():
         (["rl.kl_target=0.0"], "rl.kl_target", "> 0"),
         (["rl.kl_target=[0.1, 0]"], "rl.kl_target", "horizon >= 1"),
         (["rl.gamma=0.0"], "rl.gamma", "> 0"),
+        (["rl.gamma=0.9"], "rl.gamma", "grpo gives every token"),
+        (["rl.algorithm=reinforce_pp", "rl.gae_lambda=1.0"], "rl.gae_lambda", "rl.algorithm = ppo"),
+        (["rl.critic_warmup_steps=5"], "rl.critic_warmup_steps", "grpo has no critic"),
     ],
 )
 def test_what_diverges_or_has_no_effect_is_refused_with_its_remedy(overrides, key, says):
@@ -144,6 +147,9 @@ def test_the_same_keys_are_taken_where_they_have_their_effect():
         "rl.correction=mis_geometric",
     )
     assert rl(*over).algorithm == "ppo", "over ranks as on one"
+    found = rl("rl.algorithm=ppo", "rl.gamma=0.9", "rl.gae_lambda=1.0", "rl.critic_warmup_steps=5")
+    assert (found.gamma, found.gae_lambda, found.critic_warmup_steps) == (0.9, 1.0, 5)
+    assert rl("rl.algorithm=reinforce_pp", "rl.gamma=0.9").gamma == 0.9
     found = rl("rl.correction=mis_geometric", "rl.correction_veto=1e-4", "rl.mini_batches=4")
     assert (found.correction_of, found.correction_bounds) == (("mis", "geometric"), (0.5, 2.0))
     assert found.correction_veto == 1e-4

@@ -39,6 +39,10 @@ from tithe.errors import ConfigError
             "reward.format_rules",
             ["rl.reward_shaping = none"],
         ),
+        (["task.turn_reward=0.25"], "task.turn_reward", ["task.tools"]),
+        (["schedule.change=linear"], "schedule.change", ["0 phases"]),
+        (["schedule.change=linear", "schedule.phases=[{name: a}]"], "schedule.change", ["1 phases"]),
+        (["schedule.rest_outside=[0.1, 0.9]"], "schedule.rest_outside", ["schedule.rest_batches = 0"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_key_to_change(overrides, key, others):
