@@ -12,13 +12,14 @@ from tithe.metrics import finite_number
 from tithe.monitoring._format import format_bytes, format_duration, format_number, format_percent
 from tithe.monitoring._page import section
 from tithe.monitoring._pool_view import PoolView
-from tithe.monitoring._run_data import RunData
+from tithe.monitoring._run_data import RunData, rank_peaks
 
 _SCORES = (
     ("Right answers, sampled at T = 1", "eval_sampled", ""),
     ("Right answers, greedy", "eval_greedy", ""),
     ("Readable answers, sampled", "eval_readable", "minor"),
     ("Readable answers, greedy", "eval_greedy_readable", "minor"),
+    ("Failed answers, taken as wrong", "eval_failed", "minor"),
 )
 _PLOT_WIDTH, _PLOT_HEIGHT, _PLOT_EDGE = 320, 30, 20
 
@@ -38,8 +39,9 @@ def _identity(run: RunData) -> str:
     name = name or run.setting("model.path") or ("the demo model" if run.config else None)
     parts = [f"Base: {name}." if name else ""]
     algorithm, rank = run.setting("rl.algorithm"), run.setting("lora.r")
-    if algorithm and rank:
-        parts.append(f"{str(algorithm).upper()}, LoRA rank {rank}.")
+    learns = "every parameter" if run.setting("model.train") == "full" else f"LoRA rank {rank}" if rank else ""
+    if algorithm and learns:
+        parts.append(f"{str(algorithm).upper()}, {learns}.")
     status, reason = run.info.get("status"), run.info.get("reason")
     if status:
         parts.append(f"Status: {status}{f' ({reason})' if reason else ''}.")
@@ -72,6 +74,8 @@ def _tiles(run: RunData, pool: PoolView) -> Markup:
     memory = run.info.get("memory")
     memory = memory if isinstance(memory, Mapping) else {}
     peak = finite_number(memory.get("peak_pss_bytes")) or finite_number(memory.get("peak_rss_bytes"))
+    ranks = list(rank_peaks(memory).values())
+    of_ranks = f"rank 0; at most {format_bytes(max(ranks))} on {len(ranks)} ranks" if len(ranks) > 1 else ""
     gap = finite_number((run.parity or {}).get("max_abs_dlogp"))
     gaps, kls = ([y for y in run.series(name).ys if y is not None] for name in ("version_gap", "kl_mean"))
     tiles = [
@@ -85,7 +89,7 @@ def _tiles(run: RunData, pool: PoolView) -> Markup:
             format_number(pool.trained_rollouts or None),
             f"{pool.trained_tokens:,} tokens" if pool.trained_rollouts else "",
         ),
-        ("Peak memory", format_bytes(peak), ""),
+        ("Peak memory", format_bytes(peak), of_ranks),
         ("Sampler against trainer", format_number(gap), "largest |Δ log-prob|"),
     ]
     cells = Markup("").join(
@@ -98,10 +102,10 @@ def _tiles(run: RunData, pool: PoolView) -> Markup:
 
 
 def _seconds(run: RunData) -> float | None:
+    """The run's own time: that of the rows goes on through resumes, run.json tells that of the last process alone, but
+    from its beginning to its end."""
     minutes = finite_number(run.info.get("minutes"))
-    if minutes is not None:
-        return 60 * minutes
-    times = [finite_number(row.get("t_s")) for row in run.rows]
+    times = [finite_number(row.get("t_s")) for row in run.rows] + [None if minutes is None else 60 * minutes]
     return max((time_s for time_s in times if time_s is not None), default=None)
 
 
@@ -181,6 +185,8 @@ def _change(before: Mapping[str, float], after: Mapping[str, float] | None, name
         return Markup("—")
     points = round(100 * (now - was), 1)
     sign, css = ("+", "up") if points > 0 else ("-", "down") if points < 0 else ("±", "")
+    if name == "eval_failed":
+        css = {"up": "down", "down": "up"}.get(css, "")  # the classes are of good and bad news
     return Markup('<span class="{}">{}{:.1f} points</span>').format(css, sign, abs(points))
 
 

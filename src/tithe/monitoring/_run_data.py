@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +38,9 @@ class RunData:
 
     @property
     def steps(self) -> int:
-        """Batches trained so far."""
-        return max((row["step"] for row in self.rows if row.get("kind") == RowKind.TRAIN), default=0)
+        """Batches trained so far; a skipped one is tried again under its number."""
+        trained = (row for row in self.rows if row.get("kind") == RowKind.TRAIN and not row.get("skipped"))
+        return max((row["step"] for row in trained), default=0)
 
     @property
     def before(self) -> Mapping[str, float] | None:
@@ -136,19 +138,39 @@ def _load_config(path: Path, remarks: list[str]) -> tuple[str, Mapping[str, Any]
 
 
 def _load_evals(directory: Path, rows: list[MetricRow], remarks: list[str]) -> list[Mapping[str, float]]:
-    """Evaluations by step: the files, and for steps without a file the rows of metrics.jsonl."""
+    """Evaluations by step: the files, and for steps without a file the rows of metrics.jsonl. A file of a step beyond
+    all rows is of batches that a resume has taken back.
+    """
     found: dict[int, dict[str, float]] = {}
+    last = max((row["step"] for row in rows), default=None)
     for row in rows:
         if row.get("kind") == RowKind.EVAL:
             found[row["step"]] = {"step": row["step"], **dict(iter_numbers(row))}
     for path in sorted(directory.glob("*.json")):
         values = _load_json(path, "this evaluation is left out", remarks)
         step = values.get("step") if values else None
-        if values and is_step(step):
+        if values and is_step(step) and (last is None or step <= last):
             found.setdefault(step, {}).update({"step": step, **dict(iter_numbers(values))})
     if not found:
         remarks.append("No evaluation has been made yet.")
     return [found[step] for step in sorted(found)]
+
+
+_RANK_PEAK = re.compile(r"rank_(\d+)_peak_rss_bytes")
+
+
+def rank_peaks(memory: Mapping[str, Any]) -> dict[int, float]:
+    """Rank → the largest memory that its process had, in bytes, as run.json tells them; empty for a run of one rank.
+
+    >>> rank_peaks({"peak_pss_bytes": 5, "rank_1_peak_rss_bytes": 3, "rank_0_peak_rss_bytes": 4})
+    {0: 4.0, 1: 3.0}
+    """
+    found: dict[int, float] = {}
+    for name, value in memory.items():
+        match, peak = _RANK_PEAK.fullmatch(str(name)), finite_number(value)
+        if match is not None and peak is not None:
+            found[int(match[1])] = peak
+    return dict(sorted(found.items()))
 
 
 _DISK_GROUPS = ("pool.sqlite", "checkpoints", "adapters", "adapter", "tb", "metrics.jsonl", "eval")

@@ -34,7 +34,8 @@ class ProgressView:
 
     `deadline_s` is the run's remaining time limit in seconds from now: the ETA never goes beyond it. On a plain stream
     a line is printed for the first and the last batch, for every evaluation, and otherwise at most every `interval_s`
-    seconds.
+    seconds. A row of the rollout side is shown with the batch's row that follows it: all figures are of one batch.
+    Nothing is drawn before the first row.
 
     >>> import io
     >>> out = io.StringIO()
@@ -64,7 +65,7 @@ class ProgressView:
         self._latest: dict[str, float] = {}
         self._eval_step = 0
         self._rewards: deque[float] = deque(maxlen=24)
-        self._pace: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_PACE_STEPS + 1)
+        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)  # when each batch ended
         self._printed_s = float("-inf")
         self._unprinted = False
         self._lock = threading.Lock()
@@ -72,8 +73,6 @@ class ProgressView:
         self._console = Console(file=stream, highlight=False)
         live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False) if live else None
-        if self._live is not None:
-            self._live.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take a row in and redraw."""
@@ -83,12 +82,13 @@ class ProgressView:
             self._unprinted = True
             if kind is RowKind.EVAL:
                 self._eval_step = step
-            if kind is RowKind.TRAIN and step > self._step:
+            if kind is RowKind.TRAIN and step > self._step and not values.get("skipped"):
                 self._step = step
                 self._pace.append((step, self._clock()))
                 if "reward_mean" in values:
                     self._rewards.append(values["reward_mean"])
-            self._draw(must_print=kind is RowKind.EVAL or (kind is RowKind.TRAIN and step == self._total))
+            if kind is not RowKind.ROLLOUT:
+                self._draw(must_print=kind is RowKind.EVAL or self._step == self._total)
 
     def note(self, text: str) -> None:
         """Print one lasting line, e.g. what the run waits for before its first batch."""
@@ -105,8 +105,9 @@ class ProgressView:
         """Draw the last state and leave the terminal in order. A second call does nothing."""
         with self._lock:
             if self._live is not None:
-                self._live.update(self._panel(), refresh=True)
-                self._live.stop()
+                if self._live.is_started:
+                    self._live.update(self._panel(), refresh=True)
+                    self._live.stop()
                 self._live = None
                 self._unprinted = False
             elif self._unprinted:
@@ -117,6 +118,7 @@ class ProgressView:
         if self._live is not None:
             if must_print or now_s - self._printed_s >= _REDRAW_S:
                 self._printed_s = now_s
+                self._live.start()  # nothing, once it has
                 self._live.update(self._panel(), refresh=True)
         elif must_print or now_s - self._printed_s >= self._interval_s:
             self._printed_s = now_s
@@ -147,12 +149,11 @@ class ProgressView:
         return " | ".join(parts)
 
     def eta_s(self) -> float | None:
-        """Seconds to the last batch at the pace of the last ten, or to the time limit; None before the first batch."""
-        (first, first_s), (last, last_s) = self._pace[0], self._pace[-1]
+        """Seconds to the last batch at the pace of the last ten, or to the time limit; None before the second batch,
+        because the time before the first one ends holds the start-up."""
         left_s: float | None = None
-        # the span before the first batch holds the start-up, so one batch alone gives no pace
-        if len(self._pace) > 2:
-            first, first_s = self._pace[1] if len(self._pace) <= _PACE_STEPS else (first, first_s)
+        if len(self._pace) > 1:
+            (first, first_s), (last, last_s) = self._pace[0], self._pace[-1]
             left_s = (self._total - last) * (last_s - first_s) / (last - first)
             left_s = max(0.0, left_s - (self._clock() - last_s))
         if self._deadline_s is not None:

@@ -24,6 +24,7 @@ from tithe.monitoring._sections import (
     resources_section,
     samples_section,
 )
+from tithe.utils.durable import write_text
 
 _ANCHORS = [
     ("result", "Result"),
@@ -63,6 +64,5 @@ def build_report(run_dir: Path, prompts: Mapping[str, str] | None = None) -> Pat
     foot = f"Made by Tithe from {run_dir.name}/. Every number comes from the files of the run directory."
     text = page(f"{run.name}: Tithe run report", head(run, pool, _ANCHORS), sections, foot)
     target = run_dir / "report.html"
-    fresh = run_dir / ".tmp-report.html"
-    fresh.write_text(text, encoding="utf-8", errors="replace")
-    return fresh.replace(target)
+    write_text(target, text.encode("utf-8", "replace").decode())  # a model may have written half a character
+    return target

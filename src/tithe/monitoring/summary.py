@@ -13,8 +13,8 @@ def summary_table(before: Mapping[str, float], after: Mapping[str, float] | None
     """Right and readable answers before and after training, as fixed-width text without a final newline.
 
     Both take the names of an evaluation row (`eval_sampled`, `eval_sampled_lo`, `eval_sampled_hi`, `eval_greedy`…,
-    `eval_readable`, `eval_greedy_readable`; `questions` and `samples_per_question` for the foot line); a missing name
-    shows as a dash.
+    `eval_readable`, `eval_greedy_readable`, `eval_failed`; `questions` and `samples_per_question` for the foot line); a
+    missing name shows as a dash.
 
     >>> print(summary_table({"eval_sampled": 0.12, "eval_sampled_lo": 0.08, "eval_sampled_hi": 0.17},
     ...                     {"eval_sampled": 0.85, "eval_sampled_lo": 0.8, "eval_sampled_hi": 0.89}))
@@ -31,6 +31,7 @@ def summary_table(before: Mapping[str, float], after: Mapping[str, float] | None
         ("readable, sampled", "eval_readable"),
         ("right, greedy", "eval_greedy"),
         ("readable, greedy", "eval_greedy_readable"),
+        ("failed, taken as wrong", "eval_failed"),
     ]
     for label, name in rows:
         if not any(name in column for column in columns):

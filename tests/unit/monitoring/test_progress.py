@@ -94,6 +94,37 @@ def test_eta_follows_the_last_ten_batches_and_leaves_the_start_up_out(clock):
     assert view.eta_s() == pytest.approx(121.0)
 
 
+def test_eta_at_the_tenth_batch_leaves_the_start_up_out_as_well(clock):
+    view = ProgressView(100, stream=io.StringIO(), clock=clock)
+    clock.now_s = 600.0  # start-up
+    seen = []
+    for step in range(1, 14):
+        clock.now_s += 2.0
+        view.write(step, ROW)
+        seen.append(view.eta_s())
+    assert seen[0] is None
+    assert seen[1:] == [pytest.approx(2.0 * (100 - step)) for step in range(2, 14)]
+
+
+def test_the_figures_of_a_line_are_of_one_batch(plain, clock):
+    """The rollout side's row comes first; no line is printed between the two."""
+    view, stream = plain
+    for step in (1, 2):
+        clock.now_s += 60.0
+        view.write(step, {"tok_per_s": 100.0 * step, "version_gap": 1})
+        view.write(step, {"kl_mean": 0.1 * step, "reward_mean": 0.5, "step_s": 60.0})
+    shown = [re.search(r"(\d+) tok.*KL ([\d.]+).*step (\d+)/", line) for line in stream.getvalue().splitlines()]
+    assert [match.groups() for match in shown if match] == [("100", "0.1", "1"), ("200", "0.2", "2")]
+
+
+def test_a_skipped_step_is_not_shown_as_done(plain, clock):
+    view, stream = plain
+    view.write(1, ROW)
+    clock.now_s = 60.0
+    view.write(2, {"loss": float("nan"), "skipped": 1.0})
+    assert "step 1/10" in stream.getvalue().splitlines()[-1]
+
+
 def test_eta_of_a_resumed_run_counts_only_what_is_left(clock):
     view = ProgressView(60, first_step=50, stream=io.StringIO(), clock=clock)
     for step in (51, 52, 53):
@@ -145,6 +176,16 @@ def test_a_terminal_is_redrawn_and_left_in_order(monkeypatch, clock, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_view_that_is_given_no_row_draws_nothing(monkeypatch, clock):
+    """As with `monitor.progress: false`, where it only tells notes and alarms."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    view = ProgressView(10, stream=stream, clock=clock)
+    view.note("a lasting line")
+    view.close()
+    assert re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()) == "a lasting line\n"
+
+
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch, clock):
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
@@ -187,6 +228,14 @@ def test_the_summary_table_shows_falls_gaps_and_what_was_asked():
     ]
     assert lines[4].startswith("60 held-out questions, 4 samples each")
     assert len(lines) == 5
+
+
+def test_the_summary_table_tells_failed_answers_from_wrong_ones():
+    lines = summary_table({"eval_sampled": 0.0, "eval_failed": 1.0}).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["right,", "sampled", "at", "T", "=", "1", "0.0", "%"],
+        ["failed,", "taken", "as", "wrong", "100.0", "%"],
+    ]
 
 
 def test_the_summary_table_before_training_has_one_column():

@@ -191,6 +191,57 @@ def test_without_evaluation_files_the_metric_rows_are_used(run_dir):
     assert [dict(values) for values in load_run(run_dir).evals] == [dict(values) for values in with_files]
 
 
+def test_an_evaluation_of_batches_that_a_resume_took_back_is_left_out(run_dir):
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines()
+    kept = [row for row in rows if json.loads(row)["step"] <= 25]
+    (run_dir / "metrics.jsonl").write_text("".join(row + "\n" for row in kept))
+    assert [values["step"] for values in load_run(run_dir).evals] == [0, 20]
+
+
+def test_a_skipped_batch_is_no_trained_one(run_dir):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 61, "kind": "train", "t_s": 500.0, "loss": None, "skipped": 1.0}) + "\n")
+    assert load_run(run_dir).steps == 60
+
+
+def test_the_memory_of_every_rank_is_shown_and_the_first_screen_says_whose_it_is(run_dir):
+    info = json.loads((run_dir / "run.json").read_text())
+    info["memory"] |= {f"rank_{rank}_peak_rss_bytes": (700 + rank) << 20 for rank in range(12)}
+    (run_dir / "run.json").write_text(json.dumps(info))
+    page = Page(build_report(run_dir))
+    assert page.says("rank 0; at most 711 MiB on 12 ranks")
+    for rank in range(12):
+        assert page.says(f"{700 + rank} MiB")
+
+
+def test_failed_answers_are_told_apart_from_wrong_ones(run_dir):
+    assert not Page(build_report(run_dir)).says("Failed answers, taken as wrong")
+    for path in (run_dir / "eval").iterdir():
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eval_failed": 0.125}))
+    page = Page(build_report(run_dir))
+    assert page.says("Failed answers, taken as wrong 12.5 % 12.5 %")
+
+
+def test_a_run_that_trains_every_parameter_says_so(run_dir):
+    (run_dir / "config.yaml").write_text("model: {train: full}\nrl: {algorithm: grpo}\n")
+    assert Page(build_report(run_dir)).says("GRPO, every parameter.")
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(run_dir):
+    info = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**info, "minutes": 0.5}))
+    row = {"step": 60, "kind": "train", "t_s": 5400.0, "loss": 0.1}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert Page(build_report(run_dir)).says("1 h 30 min")
+
+
+def test_half_a_character_is_written_as_a_mark(run_dir):
+    """A model may write a lone surrogate; UTF-8 has no such thing."""
+    page = Page(build_report(run_dir, {f"sum-{a}-{b}": "half \ud83d" for a in range(13) for b in range(13)}))
+    assert page.says("half ⟨U+D83D⟩")
+    assert list(run_dir.glob(".tmp-*")) == []
+
+
 def test_an_empty_directory_is_a_run_that_has_not_begun(tmp_path):
     page = Page(build_report(tmp_path))
     for text in MISSING.values():
