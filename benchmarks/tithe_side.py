@@ -64,7 +64,7 @@ class Bench:
         self.learner = Learner(
             trainer=self.session.learner,
             lane=self.session.base.lane,
-            advantages=lambda groups, _: make_advantages(
+            advantages=lambda groups, _scores, _whole: make_advantages(
                 groups, AdvantagePlan(AdvantageRule(scale=cfg.rl.advantage_scale))
             ),
             control=RunControl(),

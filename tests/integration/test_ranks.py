@@ -418,7 +418,7 @@ def led(path: Path, name: str, ranks: Ranks) -> tuple[dict[str, Tensor], list[St
     learner = Learner(
         trainer=lead,
         lane=Here(),
-        advantages=lambda groups, scores: make_advantages(groups, plan, scores),
+        advantages=lambda groups, scores, whole: make_advantages(groups, plan, scores, whole),
         control=RunControl(),
         update=UpdatePlan(ppo_epochs=2),
         scorer=lead.scorer,

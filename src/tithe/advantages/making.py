@@ -50,24 +50,32 @@ class AdvantagePlan:
 
 
 def make_advantages(
-    groups: Sequence[RolloutGroup], plan: AdvantagePlan, scores: BatchScores | None = None
+    groups: Sequence[RolloutGroup],
+    plan: AdvantagePlan,
+    scores: BatchScores | None = None,
+    whole: Sequence[RolloutGroup] | None = None,
 ) -> BatchAdvantages:
     """Advantages of a batch. Rollouts that failed, have no reward, were rejected whole by a correction or are left out
     for their length get None and are part of no baseline. A KL in the reward is paid where the reference was scored.
+    `whole` are the same groups before the ends of long rollouts were cut off: an answer is punished for the length that
+    it had and not for the part of it that is trained.
 
     >>> from tithe.types import RolloutGroup
     >>> make_advantages([], AdvantagePlan()).advantages
     []
     """
     scores = scores or BatchScores()
+    lengths = [[len(rollout.token_ids) for rollout in group.rollouts] for group in (whole or groups)]
     samples = [
-        [_sample(rollout, (g, r), plan, scores) for r, rollout in enumerate(group.rollouts)]
+        [_sample(rollout, lengths[g][r], (g, r), plan, scores) for r, rollout in enumerate(group.rollouts)]
         for g, group in enumerate(groups)
     ]
     return estimate(samples, plan.rule)
 
 
-def _sample(rollout: Rollout, place: tuple[int, int], plan: AdvantagePlan, scores: BatchScores) -> Sample | None:
+def _sample(
+    rollout: Rollout, length: int, place: tuple[int, int], plan: AdvantagePlan, scores: BatchScores
+) -> Sample | None:
     if rollout.failure is not None or rollout.reward is None:
         return None
     if place in scores.rejected or plan.overlong.leaves_out(rollout):
@@ -75,7 +83,7 @@ def _sample(rollout: Rollout, place: tuple[int, int], plan: AdvantagePlan, score
     g, r = place
     value = None if scores.value is None else scores.value[g][r]
     sample = Sample(
-        reward=rollout.reward + plan.overlong.reward(len(rollout.token_ids)),
+        reward=rollout.reward + plan.overlong.reward(length),
         mask=rollout.loss_mask,
         value=None if value is None else value.astype(np.float64),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from tithe.build.full_hooks import FullPublisher
 from tithe.build.probing import ProbeRecord
-from tithe.build.session import Session
+from tithe.build.session import Session, say
 from tithe.checkpoint import prune as prune_checkpoints
 from tithe.checkpoint import save_checkpoint
 from tithe.orchestration import RunControl, ServedVersion, TrainHooks, evaluate
@@ -73,6 +73,11 @@ class Evaluator:
         )
         if result is None:
             return None
+        failures = result.failures()
+        if failures:
+            asked = len(questions) * (samples + 1)
+            first = f"{failures[0].cause}: {failures[0].message!r:.200}"  # may repeat what a model wrote
+            say(f"warning: {len(failures)} of {asked} held-out answers failed and count as wrong; the first: {first}")
         row = {
             **result.row(seed=cfg.run.seed),
             "questions": float(len(questions)),

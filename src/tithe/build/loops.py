@@ -75,7 +75,7 @@ def train_and_roll(
                 trainer=session.learner,
                 lane=session.base.lane,
                 control=control,
-                advantages=lambda groups, scores: make_advantages(scaled(groups), plan, scores),
+                advantages=lambda groups, scores, whole: make_advantages(scaled(groups), plan, scores, whole),
                 update=update_plan(cfg, session.trainer),
                 scorer=session.learner.scorer,
                 settings_at=_settings_at(cfg),
@@ -86,6 +86,7 @@ def train_and_roll(
             counters=counters,
             sink=sink,
             lineage=channel.lineage_after_resume(pool.serial, session.base.numeric_mode),
+            work=lambda: sum(session.engine.stats()[name] for name in ("generated_tok", "prefill_tok")),
             plan=_train_plan(cfg, evaluating=evaluating),
             hooks=train_hooks(publisher, evaluator, Saver(session, run_dir, channel)),
         )

@@ -103,6 +103,7 @@ METRICS: dict[str, MetricInfo] = {
     "eval_greedy_hi": _eval("Right answers, greedy, upper bound"),
     "eval_readable": _eval("Readable answers, sampled"),
     "eval_greedy_readable": _eval("Readable answers, greedy"),
+    "eval_failed": _eval("Failed answers, counted as wrong"),
 }
 
 FAILURE_PREFIX = "failures_"

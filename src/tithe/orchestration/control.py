@@ -30,6 +30,7 @@ class RunControl:
         self._changed = threading.Condition(threading.RLock())
         self._changes = 0
         self._stop: StopReason | None = None
+        self._signalled = False  # apart from `_stop`: a handler may run between any two steps of `request_stop`
         self._error: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
 
@@ -65,21 +66,23 @@ class RunControl:
     @property
     def stop_reason(self) -> StopReason | None:
         """Why the run shall stop; None while it shall go on."""
-        return self._stop
+        return StopReason.SIGNAL if self._signalled else self._stop
 
     @property
     def stopping(self) -> bool:
         """Whether loops shall end: a stop was requested, or something failed for good."""
-        return self._stop is not None or self._error is not None
+        return self._signalled or self._stop is not None or self._error is not None
 
     @property
     def hurrying(self) -> bool:
         """Whether to break off even what a clean end would wait for: a signal came, or something failed."""
-        return self._stop is StopReason.SIGNAL or self._error is not None
+        return self._signalled or self._error is not None
 
     def request_stop(self, reason: StopReason) -> None:
         """Ask for a clean end. The first reason counts, but a signal overrules the others: it is in a hurry."""
-        if self._stop is None or reason is StopReason.SIGNAL:
+        if reason is StopReason.SIGNAL:
+            self._signalled = True
+        elif self._stop is None:
             self._stop = reason
         self.notify()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tithe.errors import Failure
 from tithe.metrics import bootstrap_ci
 from tithe.orchestration.control import RunControl
 from tithe.orchestration.playing import Player
@@ -22,7 +23,7 @@ come this far, so evaluations neither share random numbers with training nor can
 @dataclass(frozen=True)
 class Answer:
     """One answer and what it is worth: `score` is 1 for right and 0 for wrong, or the reward where that is not known
-    (`rewards.score_of`).
+    (`rewards.score_of`). `failure` says why there is none, and is worth 0.
 
     >>> Answer("so 3+4=7", 1.0, readable=True).score
     1.0
@@ -31,6 +32,7 @@ class Answer:
     text: str
     score: float
     readable: bool
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,20 @@ class Evaluation:
 
     questions: tuple[QuestionResult, ...]
 
+    def failures(self) -> list[Failure]:
+        """Of all answers that failed, in order."""
+        answers = [answer for q in self.questions for answer in (*q.sampled, q.greedy)]
+        return [answer.failure for answer in answers if answer.failure is not None]
+
     def row(self, *, seed: int) -> dict[str, float]:
-        """The metric row: means with 95 % intervals, bootstrapped over questions with `seed`."""
+        """The metric row: means with 95 % intervals, bootstrapped over questions with `seed`. `eval_failed`, the share
+        of all answers that failed, is in it where there is any.
+        """
         sampled = bootstrap_ci([[answer.score for answer in q.sampled] for q in self.questions], seed=seed)
         greedy = bootstrap_ci([q.greedy.score for q in self.questions], seed=seed)
+        failed, asked = len(self.failures()), sum(len(q.sampled) + 1 for q in self.questions)
         return {
+            **({"eval_failed": failed / asked} if failed else {}),
             "eval_sampled": sampled.mean,
             "eval_sampled_lo": sampled.lo,
             "eval_sampled_hi": sampled.hi,
@@ -111,7 +122,7 @@ class _Evaluating:
         variants.append(replace(params, sample=self.samples, temperature=0.0))
         async with self.room:
             _, rollouts = await self.player.play(item, variants, self.adapter)
-        *sampled, greedy = (Answer(r.text, score_of(r), is_readable(r)) for r in rollouts)
+        *sampled, greedy = (Answer(r.text, score_of(r), is_readable(r), r.failure) for r in rollouts)
         return QuestionResult(item.id, tuple(sampled), greedy)
 
 

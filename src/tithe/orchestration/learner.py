@@ -15,8 +15,9 @@ if TYPE_CHECKING:  # they need torch, which this room must not load
     from tithe.models import Lane
     from tithe.trainer import BatchScorer, FullTrainer, LeadingScorer, LeadingTrainer, StepResult, TrainerSettings
 
-AdvantagesFn = Callable[[Sequence[RolloutGroup], BatchScores | None], BatchAdvantages]
-"""Groups, and what was scored of them → advantages, e.g. `advantages.make_advantages` with its plan bound."""
+AdvantagesFn = Callable[[Sequence[RolloutGroup], BatchScores | None, Sequence[RolloutGroup]], BatchAdvantages]
+"""Groups as they are trained, what was scored of them, and the groups before their long rollouts were cut →
+advantages, e.g. `advantages.make_advantages` with its plan bound."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ class Learner:
         """
         if self._settings_at is not None:
             self._trainer.settings = self._settings_at(serial)
-        cut = Cut()
+        whole, cut = groups, Cut()
         if self._update.max_train_tokens is not None:
             groups, cut = cut_rollouts(groups, self._update.max_train_tokens)
         scores = self._scored(groups)
         if scores is None and self._scorer is not None:
             return None
-        made = self._advantages(groups, scores)
+        made = self._advantages(groups, scores, whole)
         if scores is not None:
             scores = replace(scores, returns=made.returns if scores.value is not None else None)
         batch = TrainingBatch(groups, made.advantages, serial, scores)

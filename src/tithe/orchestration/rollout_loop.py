@@ -113,6 +113,10 @@ class RolloutLoop:
         if self._thread.is_alive():
             self._thread.join()
 
+    def raise_if_failed(self) -> None:
+        """Raise what ended the run, after `stop`: the end itself may fail."""
+        self._control.raise_if_failed()
+
     async def _run(self) -> None:
         await asyncio.wait([self._watch(self._admit_groups())])
         running = list(self._groups)
@@ -230,7 +234,7 @@ class RolloutLoop:
             self._pool.reject(group, detail)
             if self._failed_in_a_row >= self._plan.failed_batches * self._bounds.batch_rollouts:
                 failed = f"{self._failed_in_a_row} rollouts in a row are in groups of which nothing can be used"
-                raise RunError(f"{failed}; the last one: {detail}")
+                raise RunError(f"{failed} (monitor.alarm_after batches of them end a run); the last one: {detail}")
         self._control.notify()
 
     def _commit(self, group: RolloutGroup) -> None:

@@ -12,6 +12,8 @@ def run_training(rollouts: RolloutLoop, train: TrainLoop) -> TrainOutcome:
     """
     rollouts.start()
     try:
-        return train.run()
+        outcome = train.run()
     finally:
         rollouts.stop()
+    rollouts.raise_if_failed()  # after the last batch, too
+    return outcome

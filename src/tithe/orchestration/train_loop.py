@@ -30,7 +30,8 @@ MAX_SKIPPED_IN_A_ROW = 3
 class TrainPlan:
     """How long and how often, in batches trained; see the section `run` of the configuration.
 
-    `stall_s` is the longest time in which nothing at all may happen while the loop waits for rollouts or for room.
+    `stall_s` is the longest time in which nothing at all may happen while the loop waits for rollouts or for room: no
+    group, version or token.
     """
 
     max_steps: int
@@ -89,6 +90,8 @@ class TrainLoop:
     or on a signal. A signal breaks the batch in work off between two micro-batches, and its groups are requeued;
     otherwise the last policy is published and evaluated. A checkpoint ends every run that did not fail.
 
+    `work` counts what the sampler has computed so far, in tokens: while it rises, a wait may last as long as it takes.
+
     Raises what the rollout loop failed with, `NonFiniteError` after three skipped steps in a row, `PublishRefused` when
     the engine does not serve what was trained, `RunError` when nothing happens for `stall_s`.
     """
@@ -106,6 +109,7 @@ class TrainLoop:
         counters: RolloutCounters,
         sink: MetricSink,
         lineage: int = 0,
+        work: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -118,6 +122,7 @@ class TrainLoop:
         self._counters = counters
         self._sink = sink
         self._lineage = lineage
+        self._work = work
         self._clock = clock
         self._deadline_s = math.inf
         self._serial = pool.serial
@@ -181,10 +186,13 @@ class TrainLoop:
                 self._control.notify()  # there is room in the buffer
             if lease.groups:
                 return lease.groups
-            left_s = self._deadline_s - self._clock()
-            moved = self._control.wait(seen, max(0.0, min(self._plan.stall_s, left_s)))
-            if not moved and left_s > self._plan.stall_s:
-                raise RunError(f"no rollout finished for {self._plan.stall_s:g} s while waiting: {self._pool.counts()}")
+            left_s, stall_s, done = self._deadline_s - self._clock(), self._plan.stall_s, self._work()
+            moved = self._control.wait(seen, max(0.0, min(stall_s, left_s)))
+            if not moved and left_s > stall_s and self._work() == done:
+                raise RunError(
+                    f"no rollout finished for {stall_s:g} s while waiting: {self._pool.counts()}; nor was a token"
+                    " sampled, so that a tool or a reward function (reward.timeout_s) seems to hang"
+                )
         return ()
 
     def _too_old(self, min_serial: int) -> bool:
@@ -230,9 +238,9 @@ class TrainLoop:
         checkpoint_s, self._checkpoint_s = self._checkpoint_s, 0.0
         counted = {"dropped_groups": float(dropped), "checkpoint_s": checkpoint_s, **self._counters.take_failures()}
         counted |= self._counters.take_equal()
-        self._sink.write(self._serial, {**row, **counted})
         gap = self._serial - self._served.oldest_serial()
         self._sink.write(self._serial, {"version_gap": float(gap), **self._counters.take_speed()})
+        self._sink.write(self._serial, {**row, **counted})
 
     # ------------------------------------------------------------------ between batches
 
@@ -250,11 +258,14 @@ class TrainLoop:
             self._publish()
 
     def _publish(self) -> None:
-        if not self._served.wait_for_room(self._plan.stall_s):
-            raise RunError(
-                f"no live version ended within {self._plan.stall_s:g} s, so batch {self._serial} cannot be published;"
-                " raise engine.max_live_versions"
-            )
+        done = self._work()
+        while not self._served.wait_for_room(self._plan.stall_s):
+            before, done = done, self._work()
+            if done == before:
+                raise RunError(
+                    f"no live version ended within {self._plan.stall_s:g} s, so batch {self._serial} cannot be"
+                    " published; raise engine.max_live_versions"
+                )
         version = PolicyVersion(self._lineage, self._serial)
         name = self._hooks.publish(version)
         self._served.confirm(ServedVersion(version, name))

@@ -229,7 +229,7 @@ class World:
         self.learner = Learner(
             trainer=self.trainer,
             lane=InlineLane(),
-            advantages=lambda groups, _: make_advantages(groups, AdvantagePlan()),
+            advantages=lambda groups, _scores, _whole: make_advantages(groups, AdvantagePlan()),
             control=self.control,
         )
         self.train = TrainLoop(

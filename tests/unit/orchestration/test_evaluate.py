@@ -50,6 +50,7 @@ def test_every_question_is_answered_greedily_once_and_sampled_k_times(engine):
     assert row["eval_sampled_lo"] <= row["eval_sampled"] <= row["eval_sampled_hi"]
     assert row["eval_greedy"] == pytest.approx(sum(q.greedy.score for q in result.questions) / 10)
     assert row["eval_readable"] == row["eval_greedy_readable"] == 1.0
+    assert "eval_failed" not in row
 
 
 def test_the_same_policy_gives_the_same_answers_and_another_gives_others(engine):
@@ -96,7 +97,10 @@ def test_failures_count_as_unreadable_and_wrong(engine):
     env.fault = fault
     result = run(engine, env)
     assert [q.greedy.readable for q in result.questions] == [False] + [True] * 9
-    assert result.row(seed=0)["eval_readable"] == pytest.approx(0.9)
+    row = result.row(seed=0)
+    assert row["eval_readable"] == pytest.approx(0.9)
+    assert row["eval_failed"] == pytest.approx(0.1), "and are told apart from wrong answers"
+    assert result.failures() == [Failure(FailureCause.TIMEOUT, "timed out")] * 4
 
 
 def test_a_signal_breaks_an_evaluation_off(engine):

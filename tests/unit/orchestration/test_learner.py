@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tithe.advantages import AdvantagePlan, make_advantages
+from tithe.advantages import AdvantagePlan, AdvantageRule, Overlong, make_advantages
 from tithe.orchestration import Learner, RunControl, StopReason, UpdatePlan
 from tithe.trainer import StepResult
 from tithe.types import BatchScores, FinishReason, Rollout, RolloutGroup, TrainingBatch
@@ -77,11 +77,11 @@ def groups(n: int, tokens: int = 3) -> list[RolloutGroup]:
 
 
 def learner(trainer, control, **plan) -> Learner:
-    scorer = plan.pop("scorer", None)
+    scorer, advantages = plan.pop("scorer", None), plan.pop("advantages", AdvantagePlan())
     return Learner(
         trainer=trainer,
         lane=HereLane(),
-        advantages=lambda given, scores: make_advantages(given, AdvantagePlan(), scores),
+        advantages=lambda given, scores, whole: make_advantages(given, advantages, scores, whole),
         control=control,
         update=UpdatePlan(**plan),
         scorer=scorer,
@@ -163,3 +163,19 @@ def test_what_is_not_trained_of_long_rollouts_is_told() -> None:
     assert result is not None
     assert (result.metrics["train_cut_rollouts"], result.metrics["train_cut_bytes"]) == (4.0, 40.0)
     assert {len(r.token_ids) for g in trainer.planned[0].groups for r in g.rollouts} == {2}
+
+
+def test_an_answer_is_punished_for_its_whole_length_though_only_its_beginning_is_trained() -> None:
+    """Sample 0 has 10 tokens of at most 10, sample 1 has 3: of both the first 2 are trained."""
+    control = RunControl()
+    trainer = CountingTrainer(control)
+    plan = AdvantagePlan(AdvantageRule(scale="none"), Overlong("punish", max_tokens=10, buffer=2))
+    (group,) = groups(1, tokens=10)
+    long, short = group.rollouts
+    short = groups(1, tokens=3)[0].rollouts[1]
+    mixed = RolloutGroup(0, "p0", group.prompt_ids, (long, short), 0, 0)
+    learner(trainer, control, max_train_tokens=2, advantages=plan).learn([mixed], 0)
+    first, second = trainer.planned[0].advantages[0]
+    assert first is not None
+    assert second is not None
+    assert (first.tolist(), second.tolist()) == ([-1.0, -1.0], [1.0, 1.0]), "rewards 0 - 1 and 1 - 0"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tithe.errors import ConfigError, EngineError, NonFiniteError, PublishRefused, RunError
+from tithe.errors import ConfigError, EngineError, NonFiniteError, PoolError, PublishRefused, RunError
 from tithe.orchestration import StopReason
 from tithe.pool import GroupState, PoolReader
 from tithe.staleness import Bounds
@@ -255,6 +255,27 @@ def test_a_loop_that_hears_nothing_says_so(tmp_path):
     world.engine.cancel = lambda _group: release.set()
     with pytest.raises(RunError, match=r"no rollout finished for 1 s while waiting: PoolCounts\(serial=0, running=3"):
         world.run()
+
+
+@pytest.mark.liveness
+def test_a_slow_sampler_is_not_a_stalled_one(tmp_path):
+    """Groups that take longer than `stall_s`, while tokens come all the time."""
+    world = World(tmp_path, steps=1, stall_s=0.1)
+    world.engine.fault = lambda _request: time.sleep(0.4)
+    world.train._work = time.monotonic
+    assert world.run().serial == 1
+
+
+def test_a_failure_after_the_last_batch_is_not_lost(tmp_path, monkeypatch):
+    world = World(tmp_path, steps=2)
+
+    def broken():
+        raise PoolError("no more")
+
+    monkeypatch.setattr(world.pool, "give_up_running", broken)
+    with pytest.raises(PoolError, match="no more"):
+        world.run()
+    assert (tmp_path / "step_2").is_dir(), "the checkpoint is there all the same"
 
 
 @pytest.mark.liveness

@@ -51,6 +51,25 @@ def test_the_first_reason_and_the_first_error_count(control):
     assert control.hurrying
 
 
+def test_a_signal_in_the_middle_of_another_request_overrules_it():
+    """A handler runs between any two steps of the main thread."""
+
+    class Interrupted(RunControl):
+        armed = False
+
+        def __getattribute__(self, name):
+            value = super().__getattribute__(name)
+            if name == "_stop" and super().__getattribute__("armed"):
+                self.armed = False
+                self.request_stop(StopReason.SIGNAL)
+            return value
+
+    control = Interrupted()
+    control.armed = True
+    control.request_stop(StopReason.MAX_STEPS)
+    assert (control.stop_reason, control.hurrying) == (StopReason.SIGNAL, True)
+
+
 def test_listeners_hear_only_while_they_listen(control):
     heard = []
     with control.listening(lambda: heard.append(1)):

@@ -133,6 +133,8 @@ def test_rows_carry_what_the_report_shows(tmp_path, steps):
     }
     assert wanted <= row.keys()
     assert (row["groups"], row["completion_tokens_mean"], row["readable_rate"]) == (3.0, 6.0, 1.0)
+    at = [name for _, values in world.sink.rows for name in ("tok_per_s", "loss") if name in values]
+    assert at == ["tok_per_s", "loss"] * steps, "progress shows the two together, at the second"
     speeds = world.sink.named("tok_per_s")
     assert len(speeds) == steps
     assert all(speed > 0 for _, speed in speeds)
