@@ -47,7 +47,8 @@ def train_and_roll(
     session: Session, run_dir: Path, pool: Pool, start: Checkpoint | None, record: RunRecord, *, evaluating: bool
 ) -> TrainOutcome:
     """Run both loops to the end. `start` is the checkpoint a resume goes on from. Raises what a loop failed with."""
-    cfg, control, counters = session.cfg, RunControl(), RolloutCounters()
+    cfg, control = session.cfg, RunControl()
+    counters = RolloutCounters(drawn=lambda: session.engine.stats()["generated_tok"])
     channel = DirectoryChannel(run_dir / "adapters", cfg.run.name)
     if isinstance(session.engine, SpreadEngine):
         session.engine.on_lost = control.fail

@@ -15,7 +15,10 @@ class RolloutCounters:
     """Tokens, failures and sampling time. Safe to call from several threads.
 
     Sampling time is the time in which at least one group was running, so the speed is that of the sampler and not of a
-    loop that waits for the trainer.
+    loop that waits for the trainer. Time and tokens between `hold` and `go_on` (an evaluation) do not count.
+
+    `drawn` counts the tokens that the engine has drawn so far; without it a rollout's tokens count when its group ends,
+    all at once.
 
     >>> ticks = iter([0.0, 2.0, 5.0])
     >>> counters = RolloutCounters(clock=lambda: next(ticks))
@@ -25,13 +28,18 @@ class RolloutCounters:
     {'tok_per_s': 0.0, 'sample_s': 2.0}
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, drawn: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
+        self._drawn = drawn
         self._lock = threading.Lock()
         self._running = 0
+        self._held = False
         self._busy_since_s = 0.0
         self._busy_s = 0.0
-        self._tokens = 0
+        self._drawn_before = 0.0 if drawn is None else drawn()
+        self._tokens = 0.0
         self._equal = 0
         self._failures: Counter[str] = Counter()
         self._causes_seen: set[str] = set()
@@ -46,11 +54,37 @@ class RolloutCounters:
     def end(self, rollouts: Sequence[Rollout]) -> None:
         """A group has ended, with these rollouts; none when it was given up."""
         with self._lock:
+            self._settle_time()
             self._running -= 1
-            if self._running == 0:
-                self._busy_s += self._clock() - self._busy_since_s
-            self._tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+            if self._drawn is None:
+                self._tokens += sum(len(rollout.token_ids) for rollout in rollouts)
             self._failures.update(str(r.failure.cause) for r in rollouts if r.failure is not None)
+
+    def hold(self) -> None:
+        """Something else is sampled from now on."""
+        with self._lock:
+            self._settle_time()
+            self._settle_tokens()
+            self._held = True
+
+    def go_on(self) -> None:
+        """It is over."""
+        with self._lock:
+            self._settle_time()
+            self._settle_tokens()
+            self._held = False
+
+    def _settle_time(self) -> None:
+        now_s = self._clock()
+        if self._running and not self._held:
+            self._busy_s += now_s - self._busy_since_s
+        self._busy_since_s = now_s
+
+    def _settle_tokens(self) -> None:
+        if self._drawn is not None:
+            before, self._drawn_before = self._drawn_before, self._drawn()
+            if not self._held:
+                self._tokens += self._drawn_before - before
 
     def count_equal(self) -> None:
         """A group of equal rewards was dropped for it."""
@@ -66,9 +100,9 @@ class RolloutCounters:
     def take_speed(self) -> dict[str, float]:
         """`tok_per_s` and `sample_s` (seconds of sampling) since the last call."""
         with self._lock:
-            now_s = self._clock()
-            busy_s = self._busy_s + (now_s - self._busy_since_s if self._running else 0.0)
-            tokens, self._tokens, self._busy_s, self._busy_since_s = self._tokens, 0, 0.0, now_s
+            self._settle_time()
+            self._settle_tokens()
+            busy_s, tokens, self._busy_s, self._tokens = self._busy_s, self._tokens, 0.0, 0.0
         return {"tok_per_s": tokens / busy_s if busy_s > 0 else 0.0, "sample_s": busy_s}
 
     def take_failures(self) -> dict[str, float]:

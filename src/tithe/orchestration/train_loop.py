@@ -275,9 +275,11 @@ class TrainLoop:
         if self._served_serial() == self._evaluated_serial:
             return
         version = self._served.acquire()
+        self._counters.hold()
         try:
             row = self._hooks.evaluate(version)
         finally:
+            self._counters.go_on()
             self._served.release(version)
         if row is None:
             return

@@ -86,6 +86,15 @@ def test_evaluating_leaves_training_as_it_was(tmp_path):
     assert weights[0] == weights[1]
 
 
+def test_what_an_evaluation_samples_is_no_rollout_speed(tmp_path):
+    world = World(tmp_path, steps=3, eval_every=1)
+    held = []
+    world.score = lambda _version: float(held.append(world.counters._held) or 0.5)
+    world.run()
+    assert held == [True] * 4
+    assert not world.counters._held
+
+
 def test_failures_count_as_unreadable_and_wrong(engine):
     env = FakeEnv()
 

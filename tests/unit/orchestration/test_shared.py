@@ -133,6 +133,31 @@ def test_sampling_time_is_the_time_in_which_something_ran():
     assert counters.take_speed() == {"tok_per_s": 0.0, "sample_s": 0.0}
 
 
+def test_the_speed_is_that_of_the_tokens_as_they_are_drawn_and_an_evaluation_counts_nowhere():
+    """A batch within which no group ends is not one of speed 0."""
+    now, drawn = [0.0], [100.0]
+    counters = RolloutCounters(drawn=lambda: drawn[0], clock=lambda: now[0])
+
+    def at(time_s, tokens):
+        now[0], drawn[0] = time_s, tokens
+
+    at(1.0, 100.0)
+    counters.begin()
+    at(3.0, 150.0)
+    assert counters.take_speed() == {"tok_per_s": 25.0, "sample_s": 2.0}
+    at(4.0, 160.0)
+    counters.hold()
+    at(10.0, 900.0)
+    counters.end([])
+    counters.begin()
+    at(11.0, 1000.0)
+    counters.go_on()
+    at(13.0, 1050.0)
+    counters.end([])
+    at(20.0, 1050.0)
+    assert counters.take_speed() == {"tok_per_s": 20.0, "sample_s": 3.0}
+
+
 def test_failures_are_counted_by_cause_and_a_cause_stays_with_zero():
     counters = RolloutCounters()
     failed = [
