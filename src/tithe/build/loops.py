@@ -48,7 +48,7 @@ def train_and_roll(
 ) -> TrainOutcome:
     """Run both loops to the end. `start` is the checkpoint a resume goes on from. Raises what a loop failed with."""
     cfg, control = session.cfg, RunControl()
-    counters = RolloutCounters(drawn=lambda: session.engine.stats()["generated_tok"])
+    counters = RolloutCounters(drawn=lambda: _done(session, "generated_tok"))
     channel = DirectoryChannel(run_dir / "adapters", cfg.run.name)
     if isinstance(session.engine, SpreadEngine):
         session.engine.on_lost = control.fail
@@ -87,7 +87,7 @@ def train_and_roll(
             counters=counters,
             sink=sink,
             lineage=channel.lineage_after_resume(pool.serial, session.base.numeric_mode),
-            work=lambda: sum(session.engine.stats()[name] for name in ("generated_tok", "prefill_tok")),
+            work=lambda: _done(session, "generated_tok", "prefill_tok"),
             plan=_train_plan(cfg, evaluating=evaluating),
             hooks=train_hooks(publisher, evaluator, Saver(session, run_dir, channel)),
         )
@@ -96,6 +96,12 @@ def train_and_roll(
         in_main = threading.current_thread() is threading.main_thread()
         with stop_on_signals(control) if in_main else nullcontext():
             return run_training(rollouts, train_loop)
+
+
+def _done(session: Session, *names: str) -> float:
+    """A sum of the engine's counters; an engine that serves nothing yet may lack them."""
+    found = session.engine.stats()
+    return sum(found.get(name, 0.0) for name in names)
 
 
 def _reward_scale(cfg: RunConfig, pool: Pool) -> Callable[[Sequence[RolloutGroup]], Sequence[RolloutGroup]]:

@@ -106,8 +106,8 @@ class Learner:
 
 
 def _together(results: Sequence[StepResult], extra: dict[str, float]) -> StepResult:
-    """The steps of one batch as one: means of their metrics, the largest of `…_max`, the last `lr` and `kl_coef`, the
-    sum of their times. Skipped when every step was."""
+    """The steps of one batch as one: means of their metrics, the largest of `…_max` and `…_peak_bytes`, the last `lr`
+    and `kl_coef`, the sum of their times. Skipped when every step was."""
     first = results[0]
     if len(results) == 1:
         return replace(first, metrics={**first.metrics, **extra})
@@ -115,7 +115,7 @@ def _together(results: Sequence[StepResult], extra: dict[str, float]) -> StepRes
     row: dict[str, float] = {}
     for name in dict.fromkeys(name for result in taken for name in result.metrics):
         values = [result.metrics[name] for result in taken if name in result.metrics]
-        if name.endswith("_max"):
+        if name.endswith(("_max", "_peak_bytes")):
             row[name] = max(values)
         elif name.endswith("_compute_s"):
             row[name] = sum(values)

@@ -44,6 +44,7 @@ class CountingTrainer:
         self.steps += 1
         skipped = self.steps in self.skips
         metrics = {"loss": float(self.steps), "ratio_max": float(-self.steps), "lr": 0.1 * self.steps}
+        metrics["rank_peak_bytes"] = 100.0 * self.steps
         return StepResult(metrics | {"train_compute_s": 2.0}, skipped=skipped)
 
 
@@ -93,7 +94,13 @@ def test_one_step_is_passed_on_as_it_is() -> None:
     trainer = CountingTrainer(control)
     result = learner(trainer, control).learn(groups(4), 7)
     assert result is not None
-    assert result.metrics == {"loss": 1.0, "ratio_max": -1.0, "lr": 0.1, "train_compute_s": 2.0}
+    assert result.metrics == {
+        "loss": 1.0,
+        "ratio_max": -1.0,
+        "lr": 0.1,
+        "rank_peak_bytes": 100.0,
+        "train_compute_s": 2.0,
+    }
     assert (trainer.steps, trainer.accumulated) == (1, 4)
     assert (trainer.planned[0].serial, trainer.planned[0].scores) == (7, None)
 
@@ -108,6 +115,7 @@ def test_passes_and_mini_batches_see_every_group_and_are_told_as_one() -> None:
         "loss": 2.5,
         "ratio_max": -1.0,
         "lr": pytest.approx(0.4),
+        "rank_peak_bytes": 400.0,
         "train_compute_s": 8.0,
         "optimizer_steps": 4.0,
         "skipped_steps": 0.0,
