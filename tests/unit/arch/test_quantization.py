@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -152,8 +151,14 @@ _VALUES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(KEYS), _VALUES), st.sampled_from(["fp8", "gptq", "awq", "compressed-tensors"]))
 def test_no_value_escapes_as_another_error(quantization: dict[str, Any], method: str) -> None:
-    with contextlib.suppress(ModelError):
-        read_quantization({"quantization_config": quantization | {"quant_method": method}})
+    try:
+        found = read_quantization({"quantization_config": quantization | {"quant_method": method}})
+    except ModelError as error:
+        assert "quantization_config" in str(error)
+    else:
+        assert found is not None
+        assert found.method == method
+        assert all(isinstance(rule.stored.kind, TensorFormat) for rule in found.rules)
 
 
 # ------------------------------------------------------------------ ignore lists

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -168,8 +167,13 @@ def test_no_config_value_escapes_as_another_error(
         config[key] = data.draw(_ODD)
     path = tmp_path_factory.getbasetemp() / "odd.json"
     path.write_text(json.dumps(config))
-    with contextlib.suppress(UserError):
-        inspect(str(path), data.draw(st.sampled_from(["published", "int4", "fp8"])), 3)
+    try:
+        found = inspect(str(path), data.draw(st.sampled_from(["published", "int4", "fp8"])), 3)
+    except UserError as error:
+        assert str(error)
+    else:
+        assert isinstance(found["bytes"], int)
+        assert found["bytes"] > 0
 
 
 COMMAND = """
