@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusals import answer_or_refusal
 from tithe.arch import (
     ArchSpec,
     StoredFormat,
@@ -151,12 +152,11 @@ _VALUES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(KEYS), _VALUES), st.sampled_from(["fp8", "gptq", "awq", "compressed-tensors"]))
 def test_no_value_escapes_as_another_error(quantization: dict[str, Any], method: str) -> None:
-    try:
-        found = read_quantization({"quantization_config": quantization | {"quant_method": method}})
-    except ModelError as error:
-        assert "quantization_config" in str(error)
+    config = {"quantization_config": quantization | {"quant_method": method}}
+    found, said = answer_or_refusal(read_quantization, config)
+    if found is None:
+        assert "quantization_config" in said
     else:
-        assert found is not None
         assert found.method == method
         assert all(isinstance(rule.stored.kind, TensorFormat) for rule in found.rules)
 
