@@ -155,7 +155,7 @@ def test_no_value_escapes_as_another_error(quantization: dict[str, Any], method:
     config = {"quantization_config": quantization | {"quant_method": method}}
     found, said = answer_or_refusal(read_quantization, config)
     if found is None:
-        assert "quantization_config" in said
+        assert said.startswith("config: ")
     else:
         assert found.method == method
         assert all(isinstance(rule.stored.kind, TensorFormat) for rule in found.rules)
