@@ -11,7 +11,7 @@ from tithe.arch.bases import BASES, Base, checkpoint_base, make_base, published_
 from tithe.arch.buildable import build_obstacles, check_buildable
 from tithe.arch.checkpoint import Checkpoint, GenerationInfo, TensorEntry, base_bytes, combine_digests
 from tithe.arch.described import OtherAttention
-from tithe.arch.exchange import exchange_bytes, exchange_rows
+from tithe.arch.exchange import EXCHANGE_PAIRS, exchange_bytes, exchange_rows
 from tithe.arch.formats import StoredFormat, TensorFormat, grouped_bytes
 from tithe.arch.inspection import Target, find_target
 from tithe.arch.known import known_config, known_names
@@ -22,6 +22,7 @@ from tithe.arch.spec import ArchSpec
 from tithe.arch.tensors import (
     TensorFamily,
     TensorGroup,
+    attended_bytes,
     iter_tensors,
     kv_bytes_per_token,
     linear_shapes,
@@ -33,6 +34,7 @@ from tithe.arch.tensors import (
 __all__ = [
     "ARCHITECTURES",
     "BASES",
+    "EXCHANGE_PAIRS",
     "Account",
     "ArchSpec",
     "Architecture",
@@ -52,6 +54,7 @@ __all__ = [
     "TensorFormat",
     "TensorGroup",
     "account",
+    "attended_bytes",
     "base_bytes",
     "build_obstacles",
     "check_buildable",

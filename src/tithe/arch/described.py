@@ -4,6 +4,7 @@
     ───────────────────────────   ───────────────────────────────────────────────────────────────   ──────────────────
     deepseek_v32, glm_moe_dsa     latent, with an indexer that picks `index_topk` tokens            DeepSeek-V3.2, GLM-5
     kimi_linear                   every fourth layer latent with an output gate, others delta rule  arXiv 2510.26692
+    longcat_flash                 latent, two of them and two dense MLPs beside each mixture        LongCat-Flash
     minimax_m1                    every eighth layer grouped, the others lightning                  arXiv 2501.08313
     mimo_v2_flash                 grouped, through a window of 128 in five layers of six            MiMo-V2-Flash
     qwen3_5_moe                   every fourth layer grouped with an output gate, others delta rule  Qwen3-Next
@@ -25,6 +26,7 @@ DESCRIBED: Final[Mapping[str, str]] = {
     "deepseek_v32": "deepseek_v3",
     "glm_moe_dsa": "deepseek_v3",
     "kimi_linear": "deepseek_v3",
+    "longcat_flash": "deepseek_v3",
     "mimo": "qwen2",
     "bailing_moe_v2": "glm4_moe",
     "minimax_m1": "mixtral",
@@ -34,13 +36,42 @@ DESCRIBED: Final[Mapping[str, str]] = {
 }
 """Model type → the architecture whose other sizes, norms, MLPs and mixture it shares."""
 
+_MAX_BLOCKS: Final = 2048
+"""Of LongCat: two layers each."""
+
+
+def canonical(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config under the names of the architecture that describes it; all but LongCat's are so already.
+
+    A block of LongCat-Flash (transformers, models/longcat_flash) has two attentions with a dense MLP each, and one
+    mixture whose shortcut spans both: here two layers, the first a mixture whose shared expert is the dense MLP. Some
+    of its experts compute nothing; a token takes as many real ones as even routing gives it on average.
+    """
+    if config.get("model_type") != "longcat_flash":
+        return config
+    read = ConfigReader(config)
+    blocks, dense = read.size("num_layers", limit=_MAX_BLOCKS), read.size("ffn_hidden_size")
+    width, chosen = read.size("expert_ffn_hidden_size"), read.size("moe_topk")
+    real = read.size("n_routed_experts")
+    if dense % width:
+        raise ModelError(f"config: ffn_hidden_size {dense} is not a multiple of expert_ffn_hidden_size {width}")
+    return {
+        **config,
+        "num_hidden_layers": 2 * blocks,
+        "moe_layer_freq": [1, 0] * blocks,
+        "intermediate_size": dense,
+        "moe_intermediate_size": width,
+        "n_shared_experts": dense // width,
+        "num_experts_per_tok": max(1, round(chosen * real / (real + read.count("zero_expert_num")))),
+    }
+
 
 @dataclass(frozen=True)
 class OtherAttention:
     """Attention of some layers that is not the architecture's own, or comes on top of it.
 
     Example: GLM-5's indexer is ``OtherAttention(layers=(0, …, 77), linears=(("indexer.wq_b", 4096, 2048), …),
-    is_extra=True, index_bytes_per_token=132)``.
+    is_extra=True, index_bytes_per_token=132, picked=2048)``.
     """
 
     layers: tuple[int, ...]
@@ -56,6 +87,8 @@ class OtherAttention:
     """float32 numbers that one sequence keeps in one of these layers, whatever its length."""
     index_bytes_per_token: int = 0
     """Bytes that an indexer keeps of one token in one of these layers."""
+    picked: int = 0
+    """Tokens that an indexer picks for the layers' own attention; 0: it sees all."""
     window: int = 0
     """Tokens that these layers look back to; 0: all."""
 
@@ -75,7 +108,12 @@ def _indexer(read: ConfigReader, n_layers: int) -> tuple[OtherAttention, ...]:
         ("indexer.weights_proj", heads, hidden),
     )
     norm = (("indexer.k_norm.weight", (width,)), ("indexer.k_norm.bias", (width,)))
-    return (OtherAttention(tuple(range(n_layers)), linears, norm, is_extra=True, index_bytes_per_token=width + 4),)
+    picked = read.size("index_topk", 2048)
+    return (
+        OtherAttention(
+            tuple(range(n_layers)), linears, norm, is_extra=True, index_bytes_per_token=width + 4, picked=picked
+        ),
+    )
 
 
 def _kimi_linear(read: ConfigReader, n_layers: int) -> tuple[OtherAttention, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from tithe.arch.architectures import Architecture, architecture_of
 from tithe.arch.attention import LatentAttention, Window, read_latent, read_window
 from tithe.arch.config_reader import ConfigReader
-from tithe.arch.described import OtherAttention, read_others
+from tithe.arch.described import OtherAttention, canonical, read_others
 from tithe.arch.mixture import Mixture, Routing, read_mixture
 from tithe.arch.rope import rope_parameters
 from tithe.errors import ModelError
@@ -137,6 +137,7 @@ class ArchSpec:
 
         What is described here may be more than `tithe.models` computes: see `check_buildable`.
         """
+        config = canonical(config)
         read = ConfigReader(config)
         architecture = architecture_of(config)
         if (config.get("pretraining_tp") or 1) != 1:

@@ -216,6 +216,20 @@ def sequence_bytes(spec: ArchSpec, n_tokens: int, bytes_per_element: int, *, is_
     return n_bytes
 
 
+def attended_bytes(spec: ArchSpec, n_tokens: int, bytes_per_element: int) -> int:
+    """Bytes of the cache that the next token of a sequence of `n_tokens` reads, however much its pages hold.
+
+    Layers with a window read no more than it, layers with an indexer the tokens that it picks beside all of its keys,
+    linear attention its state.
+    """
+    n_bytes = sequence_bytes(spec, n_tokens, bytes_per_element, is_windowed=True)
+    per_layer = spec.latent.cached_per_token if spec.latent else 2 * spec.kv_size
+    for other in spec.others:
+        unread = max(0, n_tokens - (other.picked or n_tokens))
+        n_bytes -= len(other.layers) * per_layer * bytes_per_element * unread
+    return n_bytes
+
+
 def _norm(module: str, width: int, layers: tuple[int, ...]) -> TensorFamily:
     return TensorFamily(f"model.layers.{LAYER}.{module}.weight", (width,), TensorGroup.NORMS, layers)
 

@@ -8,6 +8,8 @@ layer are as large as what it keeps. Counting follows arXiv 2205.05198, section 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tithe.arch import ArchSpec
 
 STREAM_BYTES = 4
@@ -16,50 +18,45 @@ OPERAND_BYTES = 2
 """Of one number that a product reads."""
 
 
-def stream_bytes_per_token(spec: ArchSpec) -> int:
-    """A layer's input: what recomputation starts from."""
-    return STREAM_BYTES * spec.hidden_size
-
-
-def layer_bytes_per_token(spec: ArchSpec, layer: int, lora_r: int) -> int:
-    """Everything one layer keeps of one token for its backward, its input included."""
+def layer_bytes_per_token(spec: ArchSpec, layer: int, lora_r: int, stream_bytes: int = STREAM_BYTES) -> int:
+    """Everything one layer keeps of one token for its backward, its input included. `stream_bytes` of one number of
+    the stream: 2 in trainers that keep it in BF16."""
     attention = _attention_elements(spec)
     mlp = _mixture_elements(spec) if layer in spec.moe_layers else _gated_elements(spec.intermediate_size)
     lora = 7 * lora_r
-    stream = 2 * STREAM_BYTES * spec.hidden_size  # before attention, and between attention and MLP
+    stream = 2 * stream_bytes * spec.hidden_size  # before attention, and between attention and MLP
     log_sum_exp = 4 * spec.n_heads
     operands = 2 * spec.hidden_size + attention + mlp + lora  # both normed inputs
     return stream + log_sum_exp + OPERAND_BYTES * operands
 
 
-def widest_layer_bytes_per_token(spec: ArchSpec, lora_r: int) -> int:
-    """Of the layer that keeps most."""
-    kinds = {spec.moe_layers[0]} if spec.moe_layers else set[int]()
-    dense = next((i for i in range(spec.n_layers) if i not in spec.moe_layers), None)
-    kinds |= {dense} if dense is not None else set[int]()
-    return max(layer_bytes_per_token(spec, layer, lora_r) for layer in kinds)
+def widest_layer_bytes_per_token(spec: ArchSpec, lora_r: int, stream_bytes: int = STREAM_BYTES) -> int:
+    """Of the layer that keeps most: also what a forward that keeps nothing holds, one layer at a time."""
+    return max(layer_bytes_per_token(spec, layer, lora_r, stream_bytes) for layer, _ in _kinds(spec))
 
 
-def kept_bytes_per_token(spec: ArchSpec, lora_r: int, *, recompute: bool) -> int:
-    """What all layers keep of one token until their backward comes."""
+def kept_bytes_per_token(spec: ArchSpec, lora_r: int, *, recompute: bool, stream_bytes: int = STREAM_BYTES) -> int:
+    """What all layers keep of one token until their backward comes; with recomputation, their inputs alone."""
     if recompute:
-        return spec.n_layers * stream_bytes_per_token(spec)
-    n_moe = len(spec.moe_layers)
-    moe = n_moe * layer_bytes_per_token(spec, spec.moe_layers[0], lora_r) if n_moe else 0
-    dense = next((i for i in range(spec.n_layers) if i not in spec.moe_layers), None)
-    rest = (spec.n_layers - n_moe) * layer_bytes_per_token(spec, dense, lora_r) if dense is not None else 0
-    return moe + rest
+        return spec.n_layers * stream_bytes * spec.hidden_size
+    return sum(n * layer_bytes_per_token(spec, layer, lora_r, stream_bytes) for layer, n in _kinds(spec))
 
 
-def training_bytes_per_token(spec: ArchSpec, lora_r: int, *, recompute: bool) -> int:
+def training_bytes_per_token(spec: ArchSpec, lora_r: int, *, recompute: bool, stream_bytes: int = STREAM_BYTES) -> int:
     """At the worst moment: what is kept, one expanded layer (when it was not kept), and that layer's gradients."""
-    widest = widest_layer_bytes_per_token(spec, lora_r)
-    return kept_bytes_per_token(spec, lora_r, recompute=recompute) + (2 if recompute else 1) * widest
+    widest = widest_layer_bytes_per_token(spec, lora_r, stream_bytes)
+    kept = kept_bytes_per_token(spec, lora_r, recompute=recompute, stream_bytes=stream_bytes)
+    return kept + (2 if recompute else 1) * widest
 
 
-def prefill_bytes_per_token(spec: ArchSpec, lora_r: int) -> int:
-    """A forward that keeps nothing holds one layer at a time."""
-    return widest_layer_bytes_per_token(spec, lora_r)
+def _kinds(spec: ArchSpec) -> Iterator[tuple[int, int]]:
+    """(first layer, layers) of the mixtures and of the dense ones, where there are any."""
+    n_moe = len(spec.moe_layers)
+    if n_moe:
+        yield spec.moe_layers[0], n_moe
+    dense = next((i for i in range(spec.n_layers) if i not in spec.moe_layers), None)
+    if dense is not None:
+        yield dense, spec.n_layers - n_moe
 
 
 def _attention_elements(spec: ArchSpec) -> int:

@@ -64,6 +64,13 @@ def _shape(request: PlanRequest) -> Iterator[Advice]:
             "every token reads and multiplies every weight: sampling and training are bound by arithmetic, which low "
             "bits do not make less; the saving is in models of which a token passes a small part",
         )
+    if request.context > spec.max_position_embeddings:
+        yield Advice(
+            "caution",
+            f"a context of {request.context:,} tokens is more than the {spec.max_position_embeddings:,} that the model "
+            "was made for",
+            "positions beyond max_position_embeddings of its config were never trained",
+        )
     if request.context > LONG_CONTEXT and request.layout != "full":
         yield Advice(
             "wrong tool" if request.context > 8 * LONG_CONTEXT else "caution",

@@ -166,11 +166,12 @@ def _time(a: dict[str, Any]) -> Iterator[str]:
         yield "no price of this card is known"
         return
     low, high = a["usd_per_hour_range"]
+    per_million = a["usd_per_million_sampled_tokens"]
     yield (
         f"{a['usd_per_hour']:,.2f} $/h ({low:,.2f} to {high:,.2f}, {a['date'].rstrip('.')}; "
         f"¥{a['cny_per_hour']:,.0f}/h), {a['usd_per_step']:,.2f} $ a step, "
-        f"{a['usd_per_run']:,.0f} $ for {a['run_steps']} steps, "
-        f"{a['usd_per_million_sampled_tokens']:,.2f} $ per million sampled tokens"
+        f"{a['usd_per_run']:,.0f} $ for {a['run_steps']} steps"
+        + ("" if per_million is None else f", {per_million:,.2f} $ per million sampled tokens")
     )
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tithe.planner.cpu import IMPORT_BYTES, PROCESS_BYTES, cpu_run
+from tithe.planner.hardware import CPU_NAME
 from tithe.planner.layers import COLLECTIVE_BYTES, FRAGMENTATION, PAGE_TOKENS, PREFILL_TOKENS, RUNTIME_BYTES
 from tithe.planner.request import TRAIN_SHARE, PlanRequest
 
 
 def assumptions(request: PlanRequest) -> Iterator[str]:
     """One sentence each; only those that touch the request."""
+    if request.hardware.accelerator.name == CPU_NAME:
+        yield from _on_processors(request)
+        return
     yield (
         f"{RUNTIME_BYTES:,} bytes of CUDA context and libraries and {COLLECTIVE_BYTES:,} bytes of collective buffers "
         f"on every GPU (NVIDIA aiconfigurator); the whole of the card's memory is the budget"
@@ -42,3 +47,21 @@ def assumptions(request: PlanRequest) -> Iterator[str]:
         yield f"{request.spec.n_mtp_layers} layer(s) for predicting further tokens are not loaded and not counted"
     if request.reference:
         yield "a reference policy is scored once per trained token"
+    if request.reward_model or request.critic != "none":
+        yield "reward models and critics are counted in memory alone; their time is what --reward-s says"
+
+
+def _on_processors(request: PlanRequest) -> Iterator[str]:
+    """A plan counts this project's own process there, buffer by buffer."""
+    run = cpu_run(request)
+    yield (
+        f"{IMPORT_BYTES:,} bytes after imports and {PROCESS_BYTES:,} of kernels, tokenizer and arenas, of the pinned "
+        f"versions on Linux; {run.threads} threads"
+    )
+    yield (
+        f"batches of {run.rollouts:,} rollouts, {run.samples} to a prompt, each as long as the mean; micro-batches of "
+        f"{run.micro_batch_tokens:,} tokens; {run.live_versions + 1} published adapters at once"
+    )
+    yield "activations " + ("recomputed layer by layer" if run.recompute else "of all layers kept")
+    yield "speed is nominal, a tenth of a teraflop per second: calibrate it with a run (--calibrate)"
+    yield "the reference policy is the base without its adapter, scored micro-batch by micro-batch"

@@ -99,9 +99,10 @@ def _faster(factors: Factors, ratio: float) -> dict[str, float]:
 
 def _metric_rows(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--calibrate: cannot read {path}: {error.strerror}", key="calibrate") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--calibrate: cannot read {path}: {reason}", key="calibrate") from error
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -120,7 +121,7 @@ def _lengths(path: Path) -> tuple[list[int], list[int]]:
         " WHERE r.cause IS NULL AND r.n_tokens > 0"
     )
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             rows = db.execute(query).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"--calibrate: cannot read {path}: {error}", key="calibrate") from error
@@ -128,7 +129,8 @@ def _lengths(path: Path) -> tuple[list[int], list[int]]:
 
 
 def _column(rows: Iterable[dict[str, Any]], name: str) -> list[float]:
-    return [float(row[name]) for row in rows if isinstance(row.get(name), int | float) and row[name] > 0]
+    found = (row.get(name) for row in rows)
+    return [float(value) for value in found if type(value) in (int, float) and 0 < value < math.inf]
 
 
 def _median(rows: Iterable[dict[str, Any]], name: str) -> float | None:

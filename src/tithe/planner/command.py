@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ def plan(
     `options` are `PlanRequest`'s, and `base`. `UserError`s name the option that is wrong. `html`: where to write the
     page; `calibrate`: a run's directory; `tok_per_s`: a measured rate of sampling, 0 for the roofline's.
     """
-    if tok_per_s < 0:
-        raise ConfigError(f"--tok-per-s {tok_per_s}: must not be below 0", key="tok_per_s")
+    if not 0 <= tok_per_s < math.inf:
+        raise ConfigError(f"--tok-per-s {tok_per_s}: a number from 0 is needed", key="tok_per_s")
     request = make_request(model, hardware, **_with_context(options))
     factors, sources = DEFAULTS, dict[str, str]()
     if calibrate:

@@ -54,7 +54,10 @@ def compare(
     full: dict[str, Any] = {"base": _FULL_BASE, "layout": "full", "tp": 0, "attention": "auto"}
     other = make_request(model, against or hardware, **options | full)
     if not against:
-        other = replace(other, hardware=_whole_nodes(other))
+        whole = _whole_nodes(other)
+        if whole is None:
+            raise ConfigError("no number of these cards holds the full-parameter plan; name larger ones with --against")
+        other = replace(other, hardware=whole)
     a, b = make_plan(first), make_plan(other)
     answer = {"model": first.model, "a": _side(a), "b": _side(b), **_ratios(a, b)}
     answer["recommendation"] = _recommend(a, b)
@@ -66,12 +69,12 @@ def compare(
     return answer
 
 
-def _whole_nodes(request: PlanRequest) -> Hardware:
-    """The fewest cards on which a plan fits, whole machines where it takes more than one."""
+def _whole_nodes(request: PlanRequest) -> Hardware | None:
+    """The fewest cards on which a plan fits, whole machines where it takes more than one; None when none do."""
     per_node = request.hardware.accelerator.gpus_per_node
     fewest = fewest_gpus(request)
     if fewest is None:
-        raise ConfigError("no number of these cards holds the full-parameter plan; name larger ones with --against")
+        return None
     return request.hardware.with_gpus(-(-fewest // per_node) * per_node if fewest > per_node else fewest)
 
 
@@ -97,12 +100,15 @@ def _side(plan: Plan) -> dict[str, Any]:
 def _ratios(a: Plan, b: Plan) -> dict[str, Any]:
     """B over A: how many times more the full-parameter plan takes."""
     first, second = a.request.hardware, b.request.hardware
+    needed = _whole_nodes(b.request)
+    needed_ratio = (second if needed is None else needed).gpus / first.gpus
     return {
         "gpus_ratio": second.gpus / first.gpus,
+        "fewest_gpus_ratio": needed_ratio,
         "total_hbm_ratio": second.total_hbm_bytes / first.total_hbm_bytes,
         "usd_per_step_ratio": _ratio(a.money.usd_per_step, b.money.usd_per_step),
         "step_seconds_ratio": b.time.total_s / a.time.total_s,
-        "claim_holds": second.gpus >= CLAIM * first.gpus and a.memory.fits,
+        "claim_holds": needed_ratio >= CLAIM and a.memory.fits,
     }
 
 
@@ -119,8 +125,14 @@ def _recommend(a: Plan, b: Plan) -> str:
         return "B: an adapter on a shared base is the wrong tool here"
     if not b.memory.fits:
         return "A: the full-parameter plan does not fit"
-    cheaper = (b.money.usd_per_step or 0) >= (a.money.usd_per_step or 0)
-    return "A: it needs fewer cards" + (" and costs less per step" if cheaper else ", though each step costs more")
+    ratio = _ratio(a.money.usd_per_step, b.money.usd_per_step)
+    saved = b.request.hardware.gpus - a.request.hardware.gpus
+    cards = "it takes fewer cards" if saved > 0 else "it takes no more cards" if saved == 0 else "it fits"
+    if ratio is None:
+        return f"A: {cards}; what they cost is not known"
+    if ratio < 1 and saved <= 0:
+        return "B: it takes no more cards, and each step costs less"
+    return f"A: {cards}" + (" and costs less per step" if ratio >= 1 else ", though each step costs more")
 
 
 def _conditions(a: Plan, b: Plan) -> Iterator[str]:

@@ -42,7 +42,8 @@ IMPORT_BYTES: Final = 461_000_000
 
 
 def cpu_run(request: PlanRequest) -> CpuRun:
-    """A request as one process: micro-batches of 640 tokens unless another number is asked for, 8 samples a prompt."""
+    """A request as one process: micro-batches of 640 tokens unless another number is asked for, 8 samples a prompt; of
+    the live versions one is that which is just being published."""
     return CpuRun(
         spec=request.spec,
         base=request.base,
@@ -56,7 +57,7 @@ def cpu_run(request: PlanRequest) -> CpuRun:
         recompute=request.recompute,
         max_context=request.context,
         max_running=request.sequences,
-        live_versions=request.live_versions,
+        live_versions=max(1, request.live_versions - 1),
     )
 
 

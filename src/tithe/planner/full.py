@@ -8,11 +8,13 @@ in colocated verl and NeMo-RL.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
 from typing import Final
 
-from tithe.arch import tensor_families
+from tithe.arch import ArchSpec, TensorGroup, tensor_families
 from tithe.planner.activations import training_bytes_per_token
-from tithe.planner.host import HostPlan, common_parts
+from tithe.planner.host import HostPlan, common_parts, optimizer_part
 from tithe.planner.layers import Layer, Side, complete
 from tithe.planner.memory import MemoryPlan, kv_layer, logits_layer
 from tithe.planner.parallel import Parallel, whole_bytes
@@ -75,12 +77,26 @@ def _training(request: PlanRequest) -> list[Layer]:
     per_token = training_bytes_per_token(request.spec, 0, recompute=request.recompute)
     tokens = request.micro_tokens
     formula = f"{tokens:,} tokens × {per_token:,} bytes ÷ {ways}"
-    gathered = 4 * (request.spec.hidden_size * (4 * request.spec.hidden_size + 3 * request.spec.intermediate_size))
+    layer = gathered_parameters(request.spec, request.hardware.gpus)
+    gathered = 3 * WEIGHT_BYTES * layer
     return [
         Layer("activations", -(-tokens * per_token // ways), formula, "arXiv 2205.05198, sequence and tensor parallel"),
         logits_layer(request, ways),
-        Layer("buffers", gathered, f"two layers gathered in BF16: {gathered:,}", "FSDP prefetches one layer"),
-    ]
+        Layer("buffers", gathered, f"two layers and the gradients of one, gathered in BF16: 3 × {layer:,} × 2 bytes",
+              "FSDP prefetches one layer, and reduces the gradients of whole ones"),
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def gathered_parameters(spec: ArchSpec, expert_ranks: int) -> int:
+    """Of the largest layer as it is put together to be computed, its experts divided among so many ranks."""
+    held: Counter[int] = Counter()
+    for family in tensor_families(spec):
+        one = family.n_parameters // max(1, len(family.layers))
+        if family.group is TensorGroup.ROUTED_EXPERTS:
+            one = one // spec.n_experts * -(-spec.n_experts // expert_ranks)
+        held.update(dict.fromkeys(family.layers, one))
+    return max(held.values())
 
 
 def _sampling(request: PlanRequest, *, held_base: bool) -> list[Layer]:
@@ -94,14 +110,14 @@ def _sampling(request: PlanRequest, *, held_base: bool) -> list[Layer]:
 
 
 def _host(request: PlanRequest, parameters: int, is_away: bool) -> HostPlan:
-    nodes = request.hardware.nodes
-    copy = whole_bytes(request.spec, request.base)
-    asleep = -(-copy // min(nodes, max(1, engine_ranks(request) // request.hardware.accelerator.gpus_per_node)))
-    parts = [
-        *common_parts(request),
-        Layer("engine_asleep", asleep, f"{copy:,} bytes of the engine's copy", "sleep mode"),
-    ]
-    if is_away:
-        n_bytes = -(-12 * parameters // nodes)
-        parts.append(Layer("optimizer", n_bytes, f"{parameters:,} × 12 bytes ÷ {nodes}", "masters 4, moments 8"))
+    """The engine's copy sleeps where its GPUs are, each GPU's share beside it: nothing is shared by replicas."""
+    hardware, parts = request.hardware, common_parts(request)
+    if request.phase == "rl":
+        copy, on_node = whole_bytes(request.spec, request.base), hardware.gpus_on_node
+        ranks = min(engine_ranks(request), hardware.gpus)
+        formula = f"{copy:,} bytes of the engine's copy ÷ {ranks} × {on_node} GPUs"
+        parts.append(Layer("engine_asleep", -(-copy * on_node // ranks), formula, "sleep mode"))
+    if is_away and request.phase != "rollout":
+        held = -(-parameters // hardware.nodes)
+        parts.append(optimizer_part(request, held))
     return HostPlan(tuple(parts))

@@ -13,6 +13,8 @@ PROCESS_BYTES: Final = 6_000_000_000
 were seen at 17 GB before and 5 to 6 GB after tuning (published_runs.json, miles-k3)."""
 LOADING_BYTES: Final = 5_000_000_000
 """One safetensors shard per rank while loading: shards of published checkpoints have 4 to 5 GB."""
+STREAMED_BYTES: Final = 2_000_000_000
+"""Of optimizer state on its way from NVMe and back."""
 ROLLOUT_BYTES_PER_TOKEN: Final = 24
 """Token id 4, two log-probs 8, version 8, mask and position 4 bytes."""
 
@@ -51,9 +53,15 @@ def common_parts(request: PlanRequest) -> list[Layer]:
 
 
 def _optimizer(request: PlanRequest, *, is_offloaded: bool) -> Layer:
-    """Masters and moments, 12 bytes a parameter; the experts' once over all machines, the rest on one rank of each."""
+    """The experts' once over all machines, the rest on one rank of each."""
     size, nodes = request.adapter, request.hardware.nodes
     held = size.replicated + size.per_expert * -(-size.n_experts // nodes) if is_offloaded else 0
+    return optimizer_part(request, held)
+
+
+def optimizer_part(request: PlanRequest, held: int) -> Layer:
+    """Masters and moments of so many parameters, 12 bytes each; of what lies on NVMe, what streams through."""
     if request.optimizer_device == "nvme":
-        return Layer("optimizer", min(held * 12, 2_000_000_000), "NVMe, streamed through 2 GB", "assumption")
+        streamed = f"NVMe, streamed through at most {STREAMED_BYTES:,}"
+        return Layer("optimizer", min(held * 12, STREAMED_BYTES), streamed, "assumption")
     return Layer("optimizer", held * 12, f"{held:,} parameters × 12 bytes", "masters 4, moments 8")

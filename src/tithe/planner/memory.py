@@ -7,11 +7,22 @@ full       every parameter is trained (`tithe.planner.full`)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
-from tithe.arch import ArchSpec, find_target, make_base, sequence_bytes
-from tithe.planner.activations import prefill_bytes_per_token, training_bytes_per_token
+from tithe.arch import (
+    EXCHANGE_PAIRS,
+    ArchSpec,
+    TensorGroup,
+    exchange_bytes,
+    find_target,
+    make_base,
+    sequence_bytes,
+    tensor_families,
+)
+from tithe.planner.activations import training_bytes_per_token, widest_layer_bytes_per_token
 from tithe.planner.hardware import Hardware
 from tithe.planner.host import HostPlan, adapter_host
 from tithe.planner.layers import (
@@ -23,7 +34,7 @@ from tithe.planner.layers import (
     Side,
     complete,
 )
-from tithe.planner.parallel import Parallel, base_rank_bytes, divide, kv_ways, whole_bytes
+from tithe.planner.parallel import Parallel, base_rank_bytes, divide, kv_ways, power_of_two, whole_bytes
 from tithe.planner.request import KV_BYTES, TRAIN_SHARE, PlanRequest
 
 CAST_BYTES: Final = 2
@@ -179,24 +190,41 @@ def kv_layer(request: PlanRequest, parallel: Parallel) -> Layer:
 
 
 def _buffer_layer(request: PlanRequest, parallel: Parallel, *, trains: bool, samples: bool) -> Layer:
-    """One expanded matrix, a prefill's layer, an adapter on its way in or out."""
+    """One expanded matrix, a prefill's layer, an adapter on its way in or out, a round of the experts' exchange."""
     spec = request.spec
     expanded = 2 * largest_matrix(spec)
     staged = request.adapter.on_rank(parallel.ranks) * CAST_BYTES
     prefill = min(PREFILL_TOKENS, request.context * parallel.share(request.sequences)) if samples else 0
-    rows = -(-prefill * prefill_bytes_per_token(spec, request.lora_r) // parallel.ways)
+    rows = -(-prefill * widest_layer_bytes_per_token(spec, request.lora_r) // parallel.ways)
     sampled = parallel.share(request.sequences) * spec.vocab_size * 4 // parallel.ways if samples else 0
+    exchanged = _exchanged_bytes(spec, parallel, trains=trains)
     formula = (
-        f"one matrix expanded to BF16 {expanded:,} + adapter staged {staged:,} + prefill of {prefill:,} tokens {rows:,}"
-        f" + sampled logits {sampled:,}"
+        f"one matrix expanded to BF16 {expanded:,} + adapter staged {staged * (1 + trains):,} + prefill of "
+        f"{prefill:,} tokens {rows:,} + sampled logits {sampled:,} + a round of the exchange {exchanged:,}"
     )
-    return Layer("buffers", expanded + staged * (1 + trains) + rows + sampled, formula, "Tithe's engine and publisher")
+    n_bytes = expanded + staged * (1 + trains) + rows + sampled + exchanged
+    return Layer("buffers", n_bytes, formula, "Tithe's engine, publisher and exchange")
 
 
+def _exchanged_bytes(spec: ArchSpec, parallel: Parallel, *, trains: bool) -> int:
+    """What a round of the exchange holds on a rank that has a part of the experts (`tithe.arch.exchange_bytes`).
+
+    Counted for the power of two below: rounds are whole rows, so that a rank more may fill them better, and a plan
+    never shrinks by taking fewer GPUs. Beyond a row for every rank, the bound of a round, nothing is added.
+    """
+    if parallel.uses_tp or parallel.ranks == 1 or not spec.is_moe:
+        return 0
+    per_token = spec.n_experts_per_token
+    ranks = power_of_two(max(1, min(parallel.ranks, EXCHANGE_PAIRS // per_token)))
+    width = spec.mixture.latent_size or spec.hidden_size
+    return exchange_bytes(width, per_token, ranks, CAST_BYTES, training=trains)
+
+
+@lru_cache(maxsize=16)
 def largest_matrix(spec: ArchSpec) -> int:
     """Elements of the largest linear that is expanded at once, an expert's or a dense one; the head goes in blocks."""
-    hidden = spec.hidden_size
-    return hidden * max(spec.intermediate_size, spec.moe_intermediate_size, spec.q_size)
+    linears = (f for f in tensor_families(spec) if f.is_linear and f.group is not TensorGroup.HEAD)
+    return max(math.prod(family.one_expert) for family in linears)
 
 
 def _other_models(request: PlanRequest, hardware: Hardware) -> list[Layer]:

@@ -21,13 +21,15 @@ class Money:
     usd_per_step: float | None
     usd_per_run: float | None
     usd_per_million_sampled_tokens: float | None
+    """None too where nothing is sampled."""
     usd_per_step_by_part: dict[str, float] | None
     date: str
     source: str
 
 
 def price(hardware: Hardware, time: StepTime, steps: int) -> Money:
-    """The price of a plan's step and run; reward workers' CPUs are not priced."""
+    """The price of a plan's step and run, in yuan of the card's own market or by `CNY_PER_USD`; reward workers' CPUs
+    are not priced."""
     card, gpus = hardware.accelerator, hardware.gpus
     if card.price is None:
         cny = card.price_cny_per_hour
@@ -42,7 +44,7 @@ def price(hardware: Hardware, time: StepTime, steps: int) -> Money:
         cny_per_hour=sum(cny) / 2 * gpus if cny else hourly * CNY_PER_USD,
         usd_per_step=per_step,
         usd_per_run=per_step * steps,
-        usd_per_million_sampled_tokens=per_step / time.sampled_tokens * 1e6,
+        usd_per_million_sampled_tokens=per_step / time.sampled_tokens * 1e6 if time.sample_s else None,
         usd_per_step_by_part={name: per_s * seconds for name, seconds in time.parts.items()},
         date=card.price.date,
         source=card.price.source,

@@ -100,7 +100,8 @@ def render_comparison(answer: Mapping[str, Any], rows: Iterable[tuple[str, str, 
 def ratios(answer: Mapping[str, Any]) -> str:
     """What B takes more than A, in a sentence."""
     return (
-        f"B takes {answer['gpus_ratio']:.1f} times the GPUs and {answer['total_hbm_ratio']:.1f} times the HBM: "
+        f"B takes {answer['gpus_ratio']:.1f} times the GPUs ({answer['fewest_gpus_ratio']:.1f} at the fewest that hold "
+        f"it) and {answer['total_hbm_ratio']:.1f} times the HBM: "
         f"the tenth {'holds' if answer['claim_holds'] else 'does not hold'} here."
     )
 

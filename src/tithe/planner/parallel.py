@@ -45,12 +45,13 @@ def divide(request: PlanRequest, hardware: Hardware) -> Parallel:
     """The division for so many GPUs, a rule of the request alone, so that more GPUs never hold more each."""
     if not request.uses_tp:
         return Parallel(uses_tp=False, ranks=hardware.gpus, replicas=1)
-    ranks = request.tp or _power_of_two(hardware.gpus_on_node)
+    ranks = request.tp or power_of_two(hardware.gpus_on_node)
     ranks = min(ranks, hardware.gpus)
     return Parallel(uses_tp=True, ranks=ranks, replicas=hardware.gpus // ranks)
 
 
-def _power_of_two(limit: int) -> int:
+def power_of_two(limit: int) -> int:
+    """The largest that is not above `limit` ≥ 1."""
     return 1 << (limit.bit_length() - 1)
 
 

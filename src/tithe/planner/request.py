@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -25,6 +26,12 @@ TRAIN_SHARE: Final = 0.25
 """Of the GPUs of separate sides, the trainer's part (AReaL, arXiv 2505.24298: 75 % inference, 25 % training)."""
 
 MAX_TOKENS: Final = 2**31
+
+_ON_PROCESSORS: Final[dict[str, tuple[object, ...]]] = {
+    "phase": ("rl",), "attention": ("auto", "dp"), "tp": (0, 1), "reward_model": ("",), "critic": ("none",),
+    "optimizer_device": ("auto", "gpu"), "kv_dtype": ("bf16",), "windowed_kv": (False,), "router_replay": (False,),
+}  # fmt: skip
+"""Option → the values that a plan for a processor counts."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +149,11 @@ def _check(request: PlanRequest) -> None:
         value = getattr(request, name)
         if not 1 <= value <= MAX_TOKENS:
             raise ConfigError(f"--{_flag(name)} {value}: a whole number from 1 to {MAX_TOKENS} is needed", key=name)
-    for name in ("prompt", "new", "tp", "micro_batch_tokens", "gpu_bytes", "host_bytes_per_node", "reward_s"):
-        if getattr(request, name) < 0:
-            raise ConfigError(f"--{_flag(name)} {getattr(request, name)}: must not be below 0", key=name)
+    for name in (
+        "prompt", "new", "tp", "micro_batch_tokens", "gpu_bytes", "host_bytes_per_node", "reward_s", "length_sigma",
+    ):  # fmt: skip
+        if not 0 <= getattr(request, name) < math.inf:
+            raise ConfigError(f"--{_flag(name)} {getattr(request, name)}: a number from 0 is needed", key=name)
     if request.prompt_tokens + request.new_tokens > request.context:
         asked = f"--prompt {request.prompt_tokens} and --new {request.new_tokens}"
         raise ConfigError(f"{asked} are more than --context {request.context}: raise --context", key="context")
@@ -152,11 +161,23 @@ def _check(request: PlanRequest) -> None:
     if tp and (gpus % tp or request.attention == "dp"):
         reason = "needs --attention tp" if request.attention == "dp" else f"does not divide {gpus} GPUs"
         raise ConfigError(f"--tp {tp} {reason}; leave it out, or change it", key="tp")
-    if request.hardware.accelerator.name == CPU_NAME and (gpus > 1 or request.layout != "shared"):
-        raise ConfigError("--hardware cpu: one processor in the shared layout is planned for", key="hardware")
+    if request.hardware.accelerator.name == CPU_NAME:
+        _check_processor(request)
     if request.layout == "separate" and gpus < 2:
         raise ConfigError("--layout separate needs two GPUs or more: one side trains, the other samples", key="layout")
     _ = request.adapter  # names a target that the model lacks
+
+
+def _check_processor(request: PlanRequest) -> None:
+    """What `tithe.planner.cpu` does not count is refused, never left out."""
+    if request.hardware.gpus > 1 or request.layout != "shared":
+        raise ConfigError("--hardware cpu: one processor in the shared layout is planned for", key="hardware")
+    for name, counted in _ON_PROCESSORS.items():
+        if getattr(request, name) not in counted:
+            text = (
+                f"--{_flag(name)} {getattr(request, name)} is not counted on a processor; leave it out, or name a card"
+            )
+            raise ConfigError(text.replace(" True", ""), key=name)
 
 
 def _choices(request: PlanRequest) -> None:

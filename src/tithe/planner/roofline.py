@@ -10,10 +10,11 @@ arXiv 2211.05102 gives the decode side, arXiv 2204.02311 (appendix B) the FLOPs 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from tithe.arch import ArchSpec, TensorGroup, account, make_base, sequence_bytes, tensor_families
+from tithe.arch import ArchSpec, TensorGroup, account, attended_bytes, make_base, tensor_families
 from tithe.planner.costs import StepCosts
 from tithe.planner.factors import Factors
 from tithe.planner.full import engine_ranks
@@ -33,12 +34,22 @@ class Work:
 
     active: int
     """Parameters that a token passes, the embedding left out: looking up a row is no product."""
-    attention_per_position: int
-    """FLOPs for each position that a token attends to, all layers."""
+    attention: tuple[tuple[int, int], ...]
+    """(FLOPs for each position that a token attends to, positions that it sees at most, 0 for all) of the layers."""
+
+    def attend(self, mean_positions: float) -> float:
+        """Of one token's attention where tokens follow so many positions on average."""
+        return sum(per_position * _seen(mean_positions, most) for per_position, most in self.attention)
 
     def forward(self, mean_positions: float) -> float:
-        """Of one token that attends to so many positions."""
-        return 2.0 * self.active + self.attention_per_position * mean_positions
+        """Of one token that follows so many positions."""
+        return 2.0 * self.active + self.attend(mean_positions)
+
+
+def _seen(mean_positions: float, most: int) -> float:
+    """Positions that are seen on average of sequences twice as long as the mean: min(position, most)."""
+    length = 2.0 * mean_positions
+    return most - most**2 / (2.0 * length) if most and length > most else mean_positions
 
 
 def work_of(spec: ArchSpec) -> Work:
@@ -47,9 +58,21 @@ def work_of(spec: ArchSpec) -> Work:
     idle = routed - routed * spec.n_experts_per_token // spec.n_experts if routed else 0
     total = sum(f.n_parameters for f in tensor_families(spec) if f.group is not TensorGroup.EMBEDDING)
     head = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
-    widths = spec.head_dim + (spec.latent.v_head_dim if spec.latent else spec.head_dim)
-    layers = len(spec.own_attention)
-    return Work(total - idle + head, 2 * layers * spec.n_heads * widths)
+    return Work(total - idle + head, tuple(_attention_work(spec)))
+
+
+def _attention_work(spec: ArchSpec) -> Iterator[tuple[int, int]]:
+    per_layer = 2 * spec.n_heads * (spec.head_dim + (spec.latent.v_head_dim if spec.latent else spec.head_dim))
+    picked = max((other.picked for other in spec.others), default=0)
+    windowed = set(spec.window.layers).intersection(spec.own_attention)
+    yield per_layer * (len(spec.own_attention) - len(windowed)), picked
+    yield per_layer * len(windowed), spec.window.size
+    for other in spec.others:
+        widths = {name: (out, width) for name, out, width in other.linears}
+        if other.cached_per_token:  # grouped attention under other sizes
+            yield 2 * (widths["q_proj"][0] + widths["o_proj"][1]) * len(other.layers), other.window
+        if other.picked:  # every query of an indexer meets every key
+            yield 2 * widths["indexer.wq_b"][0] * len(other.layers), 0
 
 
 def step_costs(request: PlanRequest, factors: Factors, hardware: Hardware, n_train: int) -> StepCosts:
@@ -64,7 +87,8 @@ def step_costs(request: PlanRequest, factors: Factors, hardware: Hardware, n_tra
     work = work_of(spec)
     replica_gpus = parallel.ranks
     peak = replica_gpus * flop_per_s(request, card)
-    cached = sequence_bytes(spec, 4096, KV_BYTES[request.kv_dtype], is_windowed=request.windowed_kv) / 4096
+    held = max(1, request.prompt_tokens + request.new_tokens // 2)
+    cached = attended_bytes(spec, held, KV_BYTES[request.kv_dtype]) / held
     spread = kv_ways(spec, parallel) if parallel.uses_tp else parallel.ranks
     prefill = factors.prefill_flops_moe if spec.is_moe else factors.prefill_flops_dense
     own = 1 if parallel.uses_tp else parallel.ranks  # ranks that each schedule their own sequences
@@ -121,7 +145,7 @@ def train_flops_per_token(request: PlanRequest) -> tuple[float, float]:
     passes = 3 if request.layout == "full" else 2
     scores_policy = request.layout == "full" and request.phase == "rl"
     forwards = int(request.recompute) + int(request.reference) + int(scores_policy)
-    return 2.0 * work.active * (passes + forwards), work.attention_per_position * mean * (3 + forwards)
+    return 2.0 * work.active * (passes + forwards), work.attend(mean) * (3 + forwards)
 
 
 def train_s_per_token(request: PlanRequest, factors: Factors, hardware: Hardware) -> float:

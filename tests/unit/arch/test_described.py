@@ -54,6 +54,24 @@ def test_linear_attention_keeps_a_state_and_no_tokens():
     assert sequence_bytes(spec, 1000, 2) == 1000 * 24 * 576 * 2 + state
 
 
+def test_a_block_of_longcat_is_two_layers_with_one_mixture():
+    spec = spec_of("longcat-flash-chat")
+    assert (spec.n_layers, spec.moe_layers) == (56, tuple(range(0, 56, 2)))
+    dense = [f for f in tensor_families(spec) if f.name.endswith("gate_proj.weight") and not f.is_per_expert]
+    assert {layer for f in dense for layer in f.layers} == set(range(56))
+    assert {f.shape for f in dense} == {(12_288, 6144)}
+    assert spec.n_experts_per_token == 8  # of 12 that are taken, 256 of 768 experts compute nothing
+    assert kv_bytes_per_token(spec, 2) == 64_512
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"), [({"ffn_hidden_size": 12_289}, "ffn_hidden_size"), ({"num_layers": None}, "num_layers")]
+)
+def test_a_longcat_that_is_odd_or_incomplete_is_refused(changes, key):
+    with pytest.raises(ModelError, match=key):
+        spec_of("longcat-flash-chat", **changes)
+
+
 def test_windows_bound_what_is_cached():
     spec = spec_of("mimo-v2-flash")
     every, windowed = (sequence_bytes(spec, 4096, 2, is_windowed=w) for w in (False, True))

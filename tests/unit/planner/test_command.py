@@ -110,6 +110,19 @@ def test_the_price_is_the_cards_typical_rent():
     assert plan("qwen2.5-7b", "4xGB300")["usd_per_step"] is None
 
 
+def test_where_nothing_is_sampled_no_token_has_a_price():
+    trained = plan("qwen2.5-7b", "4xH100", phase="train", context=512)
+    assert trained["usd_per_million_sampled_tokens"] is None
+    assert trained["usd_per_step"] > 0
+    assert "per million" not in trained["text"]
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+def test_a_rate_that_is_no_number_is_refused(rate: float):
+    with pytest.raises(ConfigError, match="--tok-per-s"):
+        plan("qwen2.5-7b", "4xH100", tok_per_s=rate)
+
+
 def test_compare_prints_both_sides():
     answer = compare(["kimi-k2"], "8xB200", base="int4", lora_targets=("attention",), context=16_384)
     a, b = answer["a"], answer["b"]
@@ -138,6 +151,23 @@ def test_the_tenth_does_not_hold_where_one_card_is_enough():
     answer = compare(["qwen2.5-7b"], "1xB200", base="int4")
     assert answer["claim_holds"] is (answer["gpus_ratio"] >= 10)
     assert answer["gpus_ratio"] < 10
+
+
+def test_more_cards_for_the_other_side_than_it_needs_prove_nothing():
+    answer = compare(["qwen2.5-7b"], "1xB200", "1024xB200", base="int4")
+    assert answer["gpus_ratio"] == 1024
+    assert answer["fewest_gpus_ratio"] < 10
+    assert answer["claim_holds"] is False
+    assert "does not hold" in answer["text"]
+
+
+def test_what_is_recommended_is_true_of_the_cards_and_their_prices():
+    unknown = compare(["qwen2.5-7b"], "2xGB300", "4xGB300", base="int4")
+    assert unknown["usd_per_step_ratio"] is None
+    assert unknown["recommendation"] == "A: it takes fewer cards; what they cost is not known"
+    fewer = compare(["qwen2.5-7b"], "64xH100", "8xH100", base="int4", batch=8, sequences=8)
+    assert fewer["usd_per_step_ratio"] < 1
+    assert fewer["recommendation"].startswith("B: it takes no more cards")
 
 
 def test_both_sides_on_the_fewest_cards_as_a_table():

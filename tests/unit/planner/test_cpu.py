@@ -78,6 +78,42 @@ def test_a_plan_for_a_processor_is_this_model():
     assert answer["fewest_gpus"] == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("phase", "rollout"),
+        ("tp", 2),
+        ("reward_model", "qwen3-8b"),
+        ("critic", "head"),
+        ("optimizer_device", "host"),
+        ("kv_dtype", "fp8"),
+        ("windowed_kv", True),
+        ("router_replay", True),
+    ],
+)
+def test_an_option_that_is_not_counted_is_refused_by_its_name(name: str, value: object):
+    with pytest.raises(ConfigError) as caught:
+        plan("smollm2-135m", "cpu", **{name: value})
+    assert caught.value.key == name
+
+
+def test_the_version_that_is_published_is_one_of_the_live_ones():
+    def adapters(n: int) -> int:
+        return plan("smollm2-135m", "cpu", context=128, batch=8, live_versions=n)["per_gpu_bytes"]["adapters"]
+
+    one = forward_adapter_bytes(RUN)
+    assert adapters(2) == adapters(1)
+    assert adapters(4) - adapters(2) == 2 * one
+
+
+def test_what_is_assumed_is_about_a_processor():
+    answer = plan("smollm2-135m", "cpu", context=128)
+    told = " ".join(answer["assumptions"])
+    assert "CUDA" not in told
+    assert "fragmentation" not in told
+    assert "micro-batches of 640 tokens" in told
+
+
 @pytest.mark.parametrize(("model", "layout"), [("qwen3.5-397b-a17b", "shared"), ("qwen3-8b", "full")])
 def test_what_is_not_modelled_is_said(model: str, layout: str):
     with pytest.raises(ConfigError, match=r"cpu|processor"):

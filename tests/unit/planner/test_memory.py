@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tithe.arch import Shard, account, iter_held
+from tithe.arch import Shard, account, exchange_bytes, iter_held
 from tithe.errors import ConfigError
+from tithe.planner.advice import advise
 from tithe.planner.answers import fewest_gpus, longest_context, most_sequences, smallest_change, suggestions
+from tithe.planner.full import gathered_parameters
 from tithe.planner.layers import LAYERS
-from tithe.planner.memory import offload_advice, offloads
+from tithe.planner.memory import largest_matrix, offload_advice, offloads
 from tithe.planner.plans import plan_memory
 from tithe.planner.request import PlanRequest, make_request
 
@@ -134,6 +137,49 @@ def test_a_latent_cache_is_not_divided_between_ranks_and_heads_are():
     assert plan_memory(heads).fullest.by_layer["kv_cache"] == 8 * 1024 * 327_680 // 8
 
 
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_ranks_that_divide_experts_hold_a_round_of_their_exchange(phase: str):
+    request = make_request("kimi-k2", "8xB200", base="int4", phase=phase, lora_targets=("attention",))
+    buffers = [plan_memory(replace(request, attention=how)).fullest.by_layer["buffers"] for how in ("dp", "tp")]
+    alone = replace(request, hardware=request.hardware.with_gpus(1))
+    round_bytes = exchange_bytes(7168, 8, 8, 2, training=phase == "train")
+    assert f"exchange {round_bytes:,}" in layer_of(request, "buffers").formula
+    assert f"exchange {0}" in layer_of(alone, "buffers").formula
+    assert buffers[0] > round_bytes > 0
+
+
+def layer_of(request: PlanRequest, name: str):
+    return next(one for one in plan_memory(request).fullest.layers if one.name == name)
+
+
+def test_a_width_that_no_layer_has_is_counted_nowhere():
+    request = make_request("qwen3-30b-a3b", "8xH100")  # its config names a dense width of 6144, all layers are mixtures
+    assert largest_matrix(request.spec) == 2048 * 32 * 128
+    attention, norms, router = 2 * 2048 * 4096 + 2 * 2048 * 512, 2 * 2048 + 2 * 128, 128 * 2048
+    outside, expert = attention + norms + router, 3 * 2048 * 768
+    assert gathered_parameters(request.spec, 1) == outside + 128 * expert
+    assert gathered_parameters(request.spec, 8) == outside + 16 * expert
+    full = layer_of(replace(request, layout="full", phase="train"), "buffers")
+    assert full.n_bytes == 6 * gathered_parameters(request.spec, 8)
+
+
+def test_every_replica_of_an_engine_sleeps_in_memory_of_its_own():
+    request = make_request("qwen2.5-7b", "8xH100", base="bf16", layout="full", optimizer_device="nvme")
+    parts = {part.name: part.n_bytes for part in plan_memory(request).host.parts}
+    assert parts["engine_asleep"] == 8 * account(request.spec, request.base).total.n_bytes
+    assert parts["optimizer"] == 2_000_000_000
+    for phase in ("train", "rollout"):
+        alone = plan_memory(replace(request, phase=phase)).host.parts
+        assert "engine_asleep" not in {part.name for part in alone}
+    assert "optimizer" not in {part.name for part in plan_memory(replace(request, phase="rollout")).host.parts}
+
+
+def test_a_context_beyond_the_models_own_is_warned_of():
+    within, beyond = (advise(make_request("qwen3-8b", "8xB200", context=n)) for n in (40_960, 40_961))
+    assert not any("was made for" in one.text for one in within)
+    assert any("40,960" in one.text and one.level == "caution" for one in beyond)
+
+
 def test_answers_stand_on_the_edge():
     request = make_request("kimi-k2", "8xB200", base="int4", lora_targets=("attention",), context=16_384, sequences=64)
     gpus = fewest_gpus(request)
@@ -170,6 +216,10 @@ def test_suggestions_are_ranked_by_bytes_and_the_smallest_that_fits_is_named():
         ({"context": 0}, "context"),
         ({"prompt": 4000, "new": 4000}, "context"),
         ({"base": "int3"}, "base"),
+        ({"reward_s": math.nan}, "reward_s"),
+        ({"reward_s": math.inf}, "reward_s"),
+        ({"length_sigma": -1.0}, "length_sigma"),
+        ({"gpu_bytes": -1}, "gpu_bytes"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], key: str):

@@ -37,12 +37,13 @@ PUBLISHED = {
     "mimo-v2-flash": (309 * B, 15 * B, "embedding"),
     "ling-1t": (1000 * B, 50 * B, "embedding"),
     "kimi-k3": (2.8e12, 104 * B, "embedding"),
+    "longcat-flash-chat": (560 * B, 27 * B, "embedding"),
     "smollm2-135m": (134_515_008, None, ""),
 }
-"""models.json's published figures. Left out: MiMo-7B ("7B class"), LongCat (its config lacks the dense width), entries
-without a complete config. Named exceptions of the active count: Kimi-K2 below; GLM-5.2's 39B is GLM-5's 40B with the
-same sizes; DeepSeek-V3.2's 37B leaves out the indexer's 0.85B; MiniMax-M2's 10B, Qwen3.5's 17B and Qwen3-30B's 3.3B are
-rounded by more than a percent (ours: 10.4, 16.3 and 3.35)."""
+"""models.json's published figures. Left out: MiMo-7B ("7B class"), entries without a complete config. LongCat's 27B are
+its average. Named exceptions of the active count: Kimi-K2 below; GLM-5.2's 39B is GLM-5's 40B with the same sizes;
+DeepSeek-V3.2's 37B leaves out the indexer's 0.85B; MiniMax-M2's 10B, Qwen3.5's 17B and Qwen3-30B's 3.3B are rounded by
+more than a percent (ours: 10.4, 16.3 and 3.35)."""
 
 KIMI = ("kimi-k2", "kimi-k2-thinking", "kimi-k2.5")
 

@@ -52,6 +52,28 @@ def test_experts_are_read_as_live_sequences_cover_them():
     assert many == pytest.approx(costs.decode_experts_s, rel=1e-3)
 
 
+def test_a_tick_reads_of_the_cache_what_windows_and_indexers_leave():
+    windowed = make_request("gpt-oss-120b", "1xB200", phase="rollout", context=9216, prompt=1024, new=8192)
+    per_token = step_costs(windowed, IDEAL, windowed.hardware, 1).decode_s_per_cached_token
+    held = 1024 + 4096  # half of 36 layers look back 128 tokens
+    assert per_token * 7.7e12 * held == pytest.approx(18 * 2048 * (held + 128))
+    picked = make_request("glm-5", "1xB200", base="fp8", phase="rollout", context=9216, prompt=1024, new=8192)
+    per_token = step_costs(picked, IDEAL, picked.hardware, 1).decode_s_per_cached_token
+    assert per_token * 7.7e12 * held == pytest.approx(78 * (576 * 2 * 2048 + 132 * held))
+
+
+def test_attention_costs_what_it_sees():
+    dense = work_of(make_request("llama-3.1-8b", "1xB200").spec)
+    assert dense.attend(100.0) == 100.0 * 32 * 2 * 32 * 256
+    half = work_of(make_request("gpt-oss-120b", "1xB200").spec)
+    layer = 2 * 64 * 128
+    assert half.attend(50.0) == 50.0 * 36 * layer  # no sequence of 100 tokens is longer than a window of 128
+    positions = sum(min(i, 128) for i in range(10_000)) / 10_000
+    assert half.attend(5000.0) == pytest.approx(18 * layer * (5000.0 + positions), rel=1e-3)
+    hybrid = work_of(make_request("mimo-v2-flash", "1xB200").spec)
+    assert hybrid.attend(64.0) == 64.0 * 48 * 2 * 64 * (192 + 128)
+
+
 def test_training_an_adapter_skips_the_gradients_of_weights():
     request = make_request("llama-3.1-8b", "8xH100", base="bf16", context=16, recompute=False, reference=False)
     active = work_of(request.spec).active
@@ -194,6 +216,19 @@ def test_a_run_on_a_processor_says_nothing_about_a_gpus_rates(run_dir: Path):
     assert factors == DEFAULTS
     assert request.new_tokens == 16
     assert "publish_fixed_s" not in sources
+
+
+def test_a_run_in_an_oddly_named_folder_with_broken_numbers_is_read(run_dir: Path):
+    rows = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text(rows + '\n{"train_s": Infinity, "publish_s": NaN, "groups": true}')
+    odd = run_dir / "a run?#1%"
+    odd.mkdir()
+    for name in ("metrics.jsonl", "run.json", "pool.sqlite"):
+        (run_dir / name).rename(odd / name)
+    assert read_run(str(odd)).train_s_per_token == pytest.approx(2.0 / (8 * 20))
+    (odd / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_run(str(odd))
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "pool.sqlite"])
