@@ -173,6 +173,7 @@ def simulate(args: argparse.Namespace) -> Result:
         model=args.model,
         base=args.base,
         distributions={name: getattr(args, name) for name in DISTRIBUTIONS},
+        prompts=args.prompts,
         sweep=args.sweep,
         failure_rate=args.failure_rate,
         crash_hours=args.crash_hours,

@@ -159,8 +159,11 @@ def _add_simulate(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argum
         ("tool-s", "seconds of a tool between two turns"),
         ("tool-tokens", "tokens that a tool's answer adds"),
         ("reward-s", "seconds of judging one rollout"),
+        ("pass-rate", "with --prompts: share of right answers, over prompts (default as measured)"),
     ):
         command.add_argument(f"--{name}", metavar="DIST", help=f"{what}: {distribution}")
+    prompts = "prompts of the task, which then come back with what was measured of them (default: ever new ones)"
+    command.add_argument("--prompts", type=int, default=0, metavar="N", help=prompts)
     command.add_argument("--failure-rate", type=float, metavar="P", help="share of rollouts that crash")
     command.add_argument("--crash-hours", type=float, metavar="H", help="mean hours between crashes of the process")
     command.add_argument("--restart-s", type=float, default=60.0, metavar="S", help="seconds to come back (default 60)")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tithe.errors import UserError
 from tithe.simulator.outcome import Outcome
 from tithe.simulator.scenario import Scenario
 from tithe.simulator.sweep import Place, Sweep, on_copies, run_sweep, throughput
@@ -85,10 +86,14 @@ def answer(
     assumptions: Sequence[str] = (),
     place: Place = on_copies,
 ) -> Answer:
-    """Simulate a setting, its synchronous twin, and what the axes ask for."""
+    """Simulate a setting, its synchronous twin, and what the axes ask for. `UserError` when nothing takes any time."""
     outcome = simulate(scenario)
     twin = synchronous(scenario)
     sync = outcome if scenario == twin else simulate(twin)
+    if min(outcome.steady_s, sync.steady_s) <= 0:
+        raise UserError(
+            "no cost and no wait is above 0, so nothing takes any time: give --costs, tick_fixed_s=0.02 say"
+        )
     sweep = run_sweep(scenario, axes, place) if axes else None
     return Answer(outcome, sync, sweep, source, tuple(assumptions))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,11 +12,11 @@ from tithe.config import RunConfig, load_config, load_run
 from tithe.errors import UserError
 from tithe.simulator.answer import Answer, answer
 from tithe.simulator.costs import LaneCosts, PublishCosts
-from tithe.simulator.draws import Distribution, Empirical, parse_distribution
+from tithe.simulator.draws import Clipped, Distribution, Empirical, parse_distribution
 from tithe.simulator.measured import measure_run
 from tithe.simulator.planned import Plan, plan_of
 from tithe.simulator.scenario import Scenario, Workload
-from tithe.simulator.settings import scenario_of, scenario_of_run
+from tithe.simulator.settings import curriculum_of, scenario_of, scenario_of_run
 from tithe.simulator.sweep import Place, on_copies, parse_axis, parse_split
 
 DISTRIBUTIONS = {
@@ -25,6 +26,7 @@ DISTRIBUTIONS = {
     "tool_s": "--tool-s",
     "tool_tokens": "--tool-tokens",
     "reward_s": "--reward-s",
+    "pass_rate": "--pass-rate",
 }
 """Field of `Workload` → its option."""
 
@@ -43,6 +45,7 @@ class Options:
     model: str | None = None
     base: str = "published"
     distributions: Mapping[str, str | None] | None = None
+    prompts: int = 0
     sweep: Sequence[str] = ()
     failure_rate: float | None = None
     crash_hours: float | None = None
@@ -73,7 +76,7 @@ def simulate_target(target: str, overrides: Sequence[str], options: Options) -> 
     if options.crash_hours is not None:
         failures = replace(failures, crash_mean_s=3600 * options.crash_hours, restart_s=options.restart_s)
     scenario = start.place(replace(start.scenario, failures=failures), split)
-    notes = [*start.notes, *_too_few(options.steps, scenario, axes)]
+    notes = [*start.notes, *_records(cfg, scenario), *_too_few(options.steps, scenario, axes)]
     return answer(scenario, axes, source=start.source, assumptions=notes, place=start.place)
 
 
@@ -83,24 +86,42 @@ def _too_few(steps: int, scenario: Scenario, axes: Mapping[str, Sequence[str]]) 
     return [f"{steps} batches are few for an age of {oldest}: rates need --steps {enough}"] if steps < enough else []
 
 
+def _records(cfg: RunConfig, scenario: Scenario) -> list[str]:
+    """What is said where the schedule follows prompts' pass rates."""
+    if scenario.follows_pass_rates:
+        return ["a prompt keeps its pass rate through the run: learning is not simulated"]
+    if cfg.schedule.adaptive_samples is None and not curriculum_of(cfg).is_on:
+        return []
+    left_out = "schedule.adaptive_samples, rest_batches and prompt_weights follow pass rates and are left out"
+    return [f"{left_out}: give --prompts and --pass-rate to simulate them"]
+
+
 def _check(options: Options) -> None:
     if not 1 <= options.steps <= MAX_STEPS:
         raise UserError(f"--steps = {options.steps}: give a whole number from 1 to {MAX_STEPS}")
     if options.failure_rate is not None and not 0 <= options.failure_rate <= 1:
         raise UserError(f"--failure-rate = {options.failure_rate:g}: give a share from 0 to 1")
-    if options.crash_hours is not None and options.crash_hours <= 0:
+    if options.prompts < 0:
+        raise UserError(f"--prompts = {options.prompts}: give how many the task has, 0 for ever new ones")
+    if options.crash_hours is not None and not options.crash_hours > 0:
         raise UserError(f"--crash-hours = {options.crash_hours:g}: give the mean hours between crashes, more than 0")
     if options.costs is not None and options.hardware is not None:
         raise UserError("--costs and --hardware both say what work costs: give one of them")
     if options.model is not None and options.hardware is None:
         raise UserError("--model is planned on hardware: add --hardware, such as --hardware 8xB200")
-    if options.restart_s < 0:
+    if not 0 <= options.restart_s < math.inf:
         raise UserError(f"--restart-s = {options.restart_s:g}: give seconds, 0 or more")
 
 
 def _given(options: Options) -> dict[str, Distribution]:
     texts = options.distributions or {}
-    return {name: parse_distribution(text, DISTRIBUTIONS[name]) for name, text in texts.items() if text is not None}
+    found = {name: parse_distribution(text, DISTRIBUTIONS[name]) for name, text in texts.items() if text is not None}
+    rate = found.get("pass_rate")
+    if rate is not None:
+        if not options.prompts:
+            raise UserError("--pass-rate belongs to prompts that come back: say with --prompts how many there are")
+        found["pass_rate"] = Clipped(rate, 1.0)
+    return found
 
 
 def _with(workload: Workload, given: Mapping[str, Distribution]) -> Workload:
@@ -110,15 +131,20 @@ def _with(workload: Workload, given: Mapping[str, Distribution]) -> Workload:
 
 def _of_run(run_dir: Path, cfg: RunConfig, options: Options) -> _Start:
     """Lengths, waiting and costs as measured; a length that is given replaces all measured ones."""
-    measured = measure_run(run_dir, load_run(run_dir))
-    scenario, given, notes = scenario_of_run(cfg, measured, steps=options.steps, seed=options.seed), _given(options), []
+    measured, given = measure_run(run_dir, load_run(run_dir)), _given(options)
+    if options.prompts and measured.pass_rates:
+        given.setdefault("pass_rate", Empirical.of(measured.pass_rates))
+    known = Workload(pass_rate=given.get("pass_rate"), prompts=options.prompts)
+    scenario, notes = scenario_of_run(cfg, measured, steps=options.steps, seed=options.seed, records=known), list[str]()
     groups = measured.groups
     prompts, lengths = [group.prompt_tokens for group in groups], [n for group in groups for n in group.new_tokens]
     if given.keys() & {"prompt_tokens", "new_tokens"}:
-        scenario = replace(scenario, workload=Workload(_spread(prompts), _spread(lengths)))
+        drawn = replace(known, prompt_tokens=_spread(prompts), new_tokens=_spread(lengths))
+        scenario = replace(scenario, workload=drawn)
     elif given.keys() & {"tool_s", "reward_s"}:
         notes.append("measured waiting outside the engine is replaced by the given --tool-s and --reward-s")
-        scenario = replace(scenario, workload=Workload(measured=tuple(replace(g, outside_s=0.0) for g in groups)))
+        apart = tuple(replace(group, outside_s=0.0) for group in groups)
+        scenario = replace(scenario, workload=replace(known, measured=apart))
     elif scenario.reward_workers is not None:
         notes.append("measured waiting includes the queue for reward workers as it was; nobody queues for it again")
         scenario = replace(scenario, reward_workers=None, reward_timeout_s=None)
@@ -157,7 +183,7 @@ def _of_file(cfg: RunConfig, options: Options) -> _Start:
     notes = [] if "prompt_tokens" in given else ["--prompt-tokens is not given: prompts of 64 tokens"]
     if "new_tokens" not in given:
         raise UserError("how long are completions? Give --new-tokens, such as lognormal:400,0.8")
-    workload = _with(Workload(), given)
+    workload = _with(Workload(prompts=options.prompts), given)
     prompt, new = round(workload.prompt_tokens.mean), round(workload.new_tokens.mean)
     costs = LaneCosts() if options.costs is None else parse_costs(options.costs)
     scenario = scenario_of(cfg, costs, workload, steps=options.steps, seed=options.seed)

@@ -12,22 +12,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tithe.errors import PoolError
+from tithe.pool import Draw
 from tithe.pool.states import COMMIT, DROP, LEASE, REJECT, REQUEUE, TRAIN, GroupState, Move
+from tithe.simulator.prompts import Prompts
 from tithe.simulator.shapes import Shape
 
 
 @dataclass(eq=False)
 class Group:
-    """A row of the pool. `usable` rollouts are trained; `rows` is what a training pass computes of them."""
+    """A row of the pool. `usable` rollouts are trained; `rows` is what a training pass computes of them; `pass_rate`
+    is the share that is right, where that is simulated."""
 
     group_id: int
     prompt: int
+    batch: int
+    """It was admitted for, the first being 0."""
     shape: Shape
     admitted_serial: int
     admitted_s: float
     state: GroupState = GroupState.RUNNING
     min_serial: int = 0
     usable: int = 0
+    pass_rate: float | None = None
     rows: int = 0
     tokens: int = 0
     ended_s: float = 0.0
@@ -44,13 +50,13 @@ class Group:
 class GroupPool:
     """Every group is somewhere, and leaves exactly once."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: Prompts | None = None) -> None:
+        self.prompts = prompts or Prompts()
         self.serial = 0
         self.groups: dict[int, Group] = {}
         self.left: Counter[str] = Counter()
-        self._put_back: deque[tuple[int, int | None]] = deque()  # prompt, and the id that its group takes again
+        self._put_back: deque[tuple[int, int | None, int]] = deque()  # prompt, id that its group takes again, size
         self._next_id = 0
-        self._cursor = 0
         self._counts: Counter[GroupState] = Counter()
         self._rollouts: Counter[GroupState] = Counter()
         self._ready: dict[int, Group] = {}
@@ -89,14 +95,20 @@ class GroupPool:
         self._counts[state] += by
         self._rollouts[state] += by * group.shape.size
 
-    def admit(self, draw: Callable[[int, int], Shape], serial: int, now_s: float) -> Group:
-        """Begin the group of the next prompt: one that was put back, else a new one. `draw` makes a shape of prompt and
-        group id."""
-        prompt, again = self._put_back.popleft() if self._put_back else (self._cursor, None)
-        self._cursor += prompt == self._cursor
+    def admit(self, draw: Draw, shape: Callable[[int, int, int], Shape], serial: int, now_s: float) -> Group:
+        """Begin the group of the next prompt: one that was put back, at the size that it had, else a new one. `shape`
+        makes it of size, prompt and group id."""
+        if self._put_back:
+            prompt, again, size = self._put_back.popleft()
+            size = min(size, draw.most)
+        else:
+            prompt, again = self.prompts.draw(draw.batch), None
+            size = draw.samples(self.prompts.record(prompt, draw.batch))
         group_id = self._next_id if again is None else again
         self._next_id += again is None
-        group = self.groups[group_id] = Group(group_id, prompt, draw(prompt, group_id), serial, now_s)
+        self.prompts.admit(prompt, draw.batch)
+        made = shape(size, prompt, group_id)
+        group = self.groups[group_id] = Group(group_id, prompt, draw.batch, made, serial, now_s)
         self._count(GroupState.RUNNING, group, 1)
         return group
 
@@ -107,13 +119,13 @@ class GroupPool:
     def reject(self, group: Group) -> None:
         """RUNNING → DROPPED: nothing of it can be used; its prompt is put back."""
         self._move(group, REJECT)
-        self._put_back.append((group.prompt, None))
+        self._put_back.append((group.prompt, None, group.shape.size))
         self.left["failed"] += 1
 
     def drop_stale(self, group: Group) -> None:
         """READY → DROPPED: too old; its prompt is put back."""
         self._move(group, DROP)
-        self._put_back.append((group.prompt, None))
+        self._put_back.append((group.prompt, None, group.shape.size))
         group.batch_serial = None
         self.left["stale"] += 1
 
@@ -142,7 +154,8 @@ class GroupPool:
         for group in given_up:
             del self.groups[group.group_id]
             self._count(GroupState.RUNNING, group, -1)
-        again = sorted(((group.prompt, group.group_id) for group in given_up), key=lambda pair: -pair[1])
+            self.prompts.give_up(group.prompt, group.batch)
+        again = sorted(((g.prompt, g.group_id, g.shape.size) for g in given_up), key=lambda one: -one[1])
         self._put_back.extendleft(again)
         replayed = 0
         for group in self.groups.values():

@@ -33,8 +33,8 @@ FIRST_BATCH = 2
 """The batch before it pays for warming up: its groups count, its times do not."""
 
 _SQL = """
-SELECT g.group_id, g.batch_serial, g.admitted_at_s, g.finished_at_s, LENGTH(g.prompt_tokens) / 4 AS prompt,
-       r.sample, r.n_tokens, r.cause
+SELECT g.group_id, g.batch_serial, g.admitted_at_s, g.finished_at_s, g.pass_rate,
+       LENGTH(g.prompt_tokens) / 4 AS prompt, r.sample, r.n_tokens, r.cause
 FROM rollout_group g JOIN rollout r USING (group_id)
 WHERE g.state = 'trained' ORDER BY g.batch_serial, g.group_id, r.sample
 """
@@ -52,6 +52,8 @@ class Measurement:
     failure_rate: float
     batches: int
     notes: tuple[str, ...]
+    pass_rates: tuple[float, ...] = ()
+    """Of the trained groups that were measured."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class TrainedGroup:
     seconds: float
     prompt: int
     lengths: tuple[int, ...]
+    pass_rate: float | None = None
 
 
 Batches = Mapping[int, Sequence[TrainedGroup]]
@@ -115,8 +118,9 @@ def measure(
     )
     saved = [row["checkpoint_s"] for row in metrics.values() if row["checkpoint_s"] > 0]
     checkpoint_s = fmean(saved) if saved else 0.0
+    rates = tuple(row.pass_rate for row in rows if row.pass_rate is not None)
     return Measurement(
-        alone.groups, costs, alone.lease_s, between_s, checkpoint_s, failure_rate, len(serials), tuple(notes)
+        alone.groups, costs, alone.lease_s, between_s, checkpoint_s, failure_rate, len(serials), tuple(notes), rates
     )
 
 
@@ -198,6 +202,7 @@ def _read_pool(path: Path) -> tuple[list[TrainedGroup], float]:
             seconds=float(str(first["finished_at_s"])) - float(str(first["admitted_at_s"])),
             prompt=int(str(first["prompt"] or usual)),
             lengths=tuple(int(str(r["n_tokens"])) for r in members if int(str(r["n_tokens"])) > 0) or (1,),
+            pass_rate=None if first["pass_rate"] is None else float(str(first["pass_rate"])),
         )
         for members in by_group.values()
         for first in members[:1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tithe.pool.states import GroupState
 from tithe.simulator.draws import histogram, percentile
-from tithe.simulator.groups import GroupPool
+from tithe.simulator.groups import Group, GroupPool
 from tithe.simulator.ledger import PUBLISH, SAMPLE, TRAIN, BatchRow, Ledger
 from tithe.simulator.scenario import Scenario
 
@@ -59,6 +59,18 @@ class Outcome:
         """Mean age of trained groups, in batches."""
         ages = [age for row in self.batches for age in row.ages]
         return sum(ages) / len(ages)
+
+    @property
+    def trained_groups(self) -> list[Group]:
+        """Of all batches, those of the filling pipeline among them."""
+        return [group for group in self.pool.groups.values() if group.state is GroupState.TRAINED]
+
+    @property
+    def mixed_frac(self) -> float | None:
+        """Share of trained groups with right answers and wrong ones, which alone teach a group-relative loss; None
+        where no pass rate is given."""
+        rates = [group.pass_rate for group in self.trained_groups if group.pass_rate is not None]
+        return sum(0 < rate < 1 for rate in rates) / len(rates) if rates else None
 
     def age_histogram(self) -> dict[int, float]:
         """Share of trained groups by age in batches."""
@@ -159,6 +171,8 @@ class Outcome:
         return {
             "groups_admitted": counts["admitted"],
             "groups_trained": left["trained"],
+            "rollouts_per_group": sum(group.shape.size for group in self.trained_groups) / left["trained"],
+            "groups_mixed_frac": self.mixed_frac,
             "groups_dropped_stale": left["stale"],
             "groups_dropped_failed": left["failed"],
             "groups_left_running": pool.running,

@@ -15,6 +15,7 @@ from functools import partial
 import simpy
 
 from tithe.errors import RunError
+from tithe.pool import Draw
 from tithe.simulator.engine import Request
 from tithe.simulator.groups import Group, GroupPool
 from tithe.simulator.lane import Lane, Process
@@ -33,6 +34,18 @@ class _Ending:
     first_serial: int
     tokens: int
     usable: bool
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Room for one more group, as `orchestration.admission` has it: `most` rollouts by the staleness bounds, `in_batch`
+    of them in the batch numbered `batch`, `likely` as many as the group will hardly exceed."""
+
+    batch: int
+    most: int
+    in_batch: int
+    likely: int
 
 
 class RolloutLoop:
@@ -61,38 +74,49 @@ class RolloutLoop:
 
     def _admit(self) -> Process:
         while True:
-            while isinstance(size := self._next_size(), int):
-                self._env.process(self._play_group(size))
+            while isinstance(room := self._next_room(), _Room):
+                self._env.process(self._play_group(room))
                 yield self._env.timeout(0)  # the group submits its requests before the next one is admitted
             began_s = self._env.now
             yield self._room.wait()
-            self._ledger.seconds[f"held_back_by_{size}"] += self._env.now - began_s
+            self._ledger.seconds[f"held_back_by_{room}"] += self._env.now - began_s
 
-    def _next_size(self) -> int | str:
-        """Rollouts of the next group, or what keeps it from starting. Its phase is that of the batch it is for."""
+    def _next_room(self) -> _Room | str:
+        """Room for the next group, or what keeps it from starting. Its phase is that of the batch it is for."""
         scenario, pool, served = self._scenario, self._pool, self._versions.served
         if served is None:
             return "first_version"
         batch_rollouts, running = scenario.bounds.batch_rollouts, pool.running_rollouts
         admitted = pool.serial * batch_rollouts + pool.outstanding_rollouts
-        room = room_for_rollouts(scenario.bounds, accepted=admitted - running, running=running, served_serial=served)
-        in_batch = batch_rollouts - admitted % batch_rollouts
-        size = fit_group(scenario.group_size(admitted // batch_rollouts), in_batch, 1)
-        if self._placed and self._placed + size > scenario.max_running:
+        most = room_for_rollouts(scenario.bounds, accepted=admitted - running, running=running, served_serial=served)
+        batch, in_batch = admitted // batch_rollouts, batch_rollouts - admitted % batch_rollouts
+        likely = min(scenario.most_samples(batch), in_batch)
+        if self._placed and self._placed + likely > scenario.max_running:
             return "max_running"
-        if room < size:
+        if most <= 0:
             return "staleness"
-        return "buffer" if running + pool.waiting_rollouts + size > scenario.buffer else size
+        is_full = running + pool.waiting_rollouts + likely > scenario.buffer
+        return "buffer" if is_full else _Room(batch, most, in_batch, likely)
 
-    def _play_group(self, size: int) -> Process:
+    def _draw(self, room: _Room) -> Draw:
+        scenario = self._scenario
+        return Draw(
+            batch=room.batch,
+            samples=lambda record: fit_group(
+                scenario.samples(room.batch, record), room.in_batch, scenario.least_samples
+            ),
+            most=room.most,
+        )
+
+    def _play_group(self, room: _Room) -> Process:
         scenario, pool = self._scenario, self._pool
         version = self._versions.acquire()
         binds = scenario.on_publish == "finish"
         if not binds:
             self._versions.release(version)
-        group = pool.admit(partial(draw_shape, scenario, size), version, self._env.now)
+        group = pool.admit(self._draw(room), partial(draw_shape, scenario), version, self._env.now)
         self._ledger.counts["admitted"] += 1
-        self._placed += size
+        self._placed += group.shape.size
         ends: list[_Ending] = []
         plays = [
             self._env.process(self._play(group, number, sample, version if binds else None, ends))
@@ -115,6 +139,9 @@ class RolloutLoop:
         group.min_serial = min((end.first_serial for end in ends if end.tokens), default=group.admitted_serial)
         group.ended_s = self._env.now
         group.usable = len(usable)
+        if usable and self._scenario.workload.pass_rate is not None:
+            group.pass_rate = sum(end.is_right for end in usable) / len(usable)
+            self._pool.prompts.measure(group.prompt, group.batch, group.group_id, group.pass_rate)
         group.tokens = sum(end.tokens for end in ends)
         self._ledger.counts["failed_rollouts"] += len(ends) - len(usable)
         if usable:
@@ -155,7 +182,7 @@ class RolloutLoop:
                 yield self._env.timeout(turn.tool_s)
         if usable:
             usable = yield from self._judge(sample.reward_s)
-        ends.append(_Ending(first, tokens, usable))
+        ends.append(_Ending(first, tokens, usable, sample.is_right))
 
     def _judge(self, seconds: float) -> Generator[simpy.Event, object, bool]:
         """Wait for a worker and its verdict; False when it takes too long and is killed."""

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tithe.errors import ConfigError
+from tithe.pool import Curriculum, PromptRecord, adaptive_samples
 from tithe.simulator.costs import WorkCosts
 from tithe.simulator.draws import Distribution, Fixed
 from tithe.staleness import Bounds
 
 OnPublish = Literal["finish", "recompute", "keep"]
 
+_EVERY_PROMPT = Curriculum()
 _NONE, _ONE, _SHORT = Fixed(0.0), Fixed(1.0), Fixed(64.0)
 
 
@@ -69,7 +71,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sample:
-    """What happens in one rollout. `reward_s` is a worker's time; one that `crashes` is lost after its first turn.
+    """What happens in one rollout. `reward_s` is a worker's time; one that `crashes` is lost after its first turn, and
+    one that `is_right` counts for its prompt's pass rate.
 
     >>> Sample((Turn(3), Turn(4)), reward_s=0.5).new_tokens
     7
@@ -78,6 +81,7 @@ class Sample:
     turns: tuple[Turn, ...]
     reward_s: float = 0.0
     crashes: bool = False
+    is_right: bool = False
 
     @property
     def new_tokens(self) -> int:
@@ -123,6 +127,9 @@ class Workload:
     in the order of their admission, over and over (beginning with number `seed`): the same run under other settings.
     With `measured_by` "prompt" a prompt that is put back meets what it met before, with "sample" what comes next.
     Every rollout of one then also waits its `outside_s` before it is judged, for which nobody queues.
+
+    `prompts` is how many the task has (0: no prompt comes back), `pass_rate` the share of right answers, over prompts:
+    what a prompt's number of samples and the curriculum follow. It stays as it is: learning is not simulated.
     """
 
     prompt_tokens: Distribution = _SHORT
@@ -131,6 +138,8 @@ class Workload:
     tool_s: Distribution = _NONE
     tool_tokens: Distribution = _NONE
     reward_s: Distribution = _NONE
+    pass_rate: Distribution | None = None
+    prompts: int = 0
     measured: tuple[Measured, ...] = ()
     measured_by: Literal["prompt", "sample"] = "prompt"
 
@@ -140,7 +149,7 @@ class Scenario:
     """One simulation. Sizes as in the configuration: `max_running` (`engine.max_running`) counts sequences of all
     engines, `prefill_tokens` is per engine and tick, `buffer` and `bounds` count rollouts; `reward_workers` None judges
     without queueing. `group_sizes` are the phases of a schedule: (first batch, samples of a prompt) in order; without
-    them `bounds` says how many.
+    them `bounds` says how many. `samples_span` (`schedule.adaptive_samples`) and `curriculum` follow pass rates.
 
     `commit_s` is what the rollout loop does on the processor for each group (durable commit), `lease_s` the train loop
     for each batch before it is trained, `between_s` after its publication (metrics), `checkpoint_s` for a checkpoint.
@@ -168,6 +177,8 @@ class Scenario:
     steps: int = 50
     seed: int = 0
     group_sizes: tuple[tuple[int, int], ...] = ()
+    samples_span: tuple[int, int] | None = None
+    curriculum: Curriculum = _EVERY_PROMPT
 
     def __post_init__(self) -> None:
         bounds = self.bounds
@@ -178,6 +189,29 @@ class Scenario:
             )
         if self.max_running < 1 or self.prefill_tokens < 1 or self.micro_batch_tokens < 1 or self.steps < 1:
             raise ConfigError("in-flight sequences, prefill tokens, micro-batch tokens and steps must be at least 1")
+        if self.follows_pass_rates and not (self.workload.prompts and self.workload.pass_rate):
+            raise ConfigError("adaptive_samples and the curriculum need the number of prompts and their pass rates")
+
+    @property
+    def follows_pass_rates(self) -> bool:
+        """Whether a prompt's record changes how many samples it gets, or when it is drawn."""
+        return self.samples_span is not None or self.curriculum.is_on
+
+    @property
+    def least_samples(self) -> int:
+        """Fewest that a group may have."""
+        return 1 if self.samples_span is None else self.samples_span[0]
+
+    def most_samples(self, batch: int) -> int:
+        """That a prompt is given for a batch."""
+        return self.group_size(batch) if self.samples_span is None else self.samples_span[1]
+
+    def samples(self, batch: int, record: PromptRecord | None) -> int:
+        """That a prompt with this record is given for a batch."""
+        usual = self.group_size(batch)
+        if self.samples_span is None:
+            return usual
+        return adaptive_samples(record, usual=usual, least=self.samples_span[0], most=self.samples_span[1])
 
     def group_size(self, batch: int) -> int:
         """Samples of a prompt that is admitted for a batch, the first being 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tithe.config import RunConfig, schedule_of
+from tithe.pool import Curriculum
 from tithe.simulator.costs import WorkCosts
 from tithe.simulator.draws import Clipped
 from tithe.simulator.measured import Measurement
@@ -28,7 +29,8 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
     """A run's settings on one shared base. Lengths are cut at `rollout.max_new_tokens` and `max_prompt_tokens`.
 
     The plain math reward is judged without a worker; every other function is judged by `reward.workers`, under
-    `reward.timeout_s`.
+    `reward.timeout_s`. What follows prompts' records in the schedule is simulated where the workload says how many
+    prompts there are and how often they are answered right.
     """
     phases = schedule_of(cfg)
     in_process = cfg.reward.function == "math" and not cfg.reward.format_rules
@@ -37,6 +39,7 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
         new_tokens=Clipped(workload.new_tokens, cfg.rollout.max_new_tokens),
         prompt_tokens=Clipped(workload.prompt_tokens, cfg.rollout.max_prompt_tokens),
     )
+    has_records = workload.prompts > 0 and workload.pass_rate is not None
     return Scenario(
         bounds_of(cfg),
         costs,
@@ -56,12 +59,28 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
         group_sizes=tuple(zip(phases.starts, (one.samples for one in phases.values), strict=True))
         if cfg.schedule.phases
         else (),
+        samples_span=cfg.schedule.adaptive_samples if has_records else None,
+        curriculum=curriculum_of(cfg) if has_records else Curriculum(),
     )
 
 
-def scenario_of_run(cfg: RunConfig, measured: Measurement, *, steps: int, seed: int = 0) -> Scenario:
-    """A scenario under `cfg` with the lengths, waiting and costs of a run."""
-    scenario = scenario_of(cfg, measured.costs, Workload(measured=measured.groups), steps=steps, seed=seed)
+def curriculum_of(cfg: RunConfig) -> Curriculum:
+    """Which prompts a run passes over."""
+    low, high = cfg.schedule.rest_outside
+    return Curriculum(
+        rest_batches=cfg.schedule.rest_batches,
+        rest_below=low,
+        rest_above=high,
+        is_weighted=cfg.schedule.prompt_weights == "pass_rate",
+    )
+
+
+def scenario_of_run(
+    cfg: RunConfig, measured: Measurement, *, steps: int, seed: int = 0, records: Workload | None = None
+) -> Scenario:
+    """A scenario under `cfg` with the lengths, waiting and costs of a run; `records` gives prompts and pass rates."""
+    workload = replace(records or Workload(), measured=measured.groups)
+    scenario = scenario_of(cfg, measured.costs, workload, steps=steps, seed=seed)
     return replace(
         scenario,
         lease_s=measured.lease_s,

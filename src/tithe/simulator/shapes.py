@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tithe.simulator.draws import uniform
 from tithe.simulator.scenario import Sample, Scenario, Turn
@@ -35,22 +35,23 @@ def draw_shape(scenario: Scenario, size: int, prompt: int, group_id: int) -> Sha
     seed.
 
     A measured group belongs to its prompt (or to the sample, as `measured_by` says). Of distributions only the prompt's
-    own length does; what is sampled differs from group to group.
+    own length and pass rate do; what is sampled differs from group to group.
     """
     work, seed = scenario.workload, scenario.seed
     measured = work.measured
     if measured:
         number = prompt if work.measured_by == "prompt" else group_id
         row = measured[(number + seed) % len(measured)]
-        lengths = tuple(row.new_tokens[i % len(row.new_tokens)] for i in range(size))
-        prompt, outside_s = row.prompt_tokens, row.outside_s
+        lengths: list[int | None] = [row.new_tokens[i % len(row.new_tokens)] for i in range(size)]
+        tokens, outside_s = row.prompt_tokens, row.outside_s
     else:
-        lengths, outside_s = (), 0.0
-        prompt = max(1, round(work.prompt_tokens.quantile(uniform(seed, "prompt", prompt))))
-    samples = tuple(
-        _draw_sample(scenario, group_id, i, lengths[i] if lengths else None, outside_s) for i in range(size)
-    )
-    return Shape(prompt, samples)
+        lengths, outside_s = [None] * size, 0.0
+        tokens = max(1, round(work.prompt_tokens.quantile(uniform(seed, "prompt", prompt))))
+    drawn = [_draw_sample(scenario, group_id, i, length, outside_s) for i, length in enumerate(lengths)]
+    if work.pass_rate is not None:
+        rate = work.pass_rate.quantile(uniform(seed, "pass rate", prompt))
+        drawn = [replace(one, is_right=uniform(seed, "right", group_id, i) < rate) for i, one in enumerate(drawn)]
+    return Shape(tokens, tuple(drawn))
 
 
 def _draw_sample(scenario: Scenario, group_id: int, sample: int, length: int | None, outside_s: float) -> Sample:

@@ -13,6 +13,7 @@ from tithe.simulator.groups import GroupPool
 from tithe.simulator.lane import Lane
 from tithe.simulator.ledger import Ledger
 from tithe.simulator.outcome import Outcome
+from tithe.simulator.prompts import Prompts
 from tithe.simulator.rollouts import RolloutLoop
 from tithe.simulator.scenario import Scenario
 from tithe.simulator.serving import LiveVersions
@@ -28,7 +29,8 @@ def simulate(scenario: Scenario) -> Outcome:
     Raises `RunError` when rollouts fail as the real loop would not bear, when nothing can happen any more, or when
     crashes come too fast for any checkpoint to be reached.
     """
-    pool, ledger = GroupPool(), Ledger()
+    prompts = Prompts(scenario.workload.prompts, scenario.seed, scenario.curriculum)
+    pool, ledger = GroupPool(prompts), Ledger()
     now_s, saved, crashes = 0.0, 0, 0
     while True:
         life = _Life(scenario, pool, ledger, now_s, saved)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tithe.errors import ConfigError, PoolError
+from tithe.pool import Draw
 from tithe.simulator import Exponential, Failures, Fixed, Layout, LogNormal, Measured, Uniform, Workload, simulate
 from tithe.simulator.groups import GroupPool
 from tithe.simulator.scenario import Sample, Turn
@@ -154,7 +155,7 @@ def test_more_room_is_never_slower_here():
 
 def test_illegal_moves_are_refused():
     pool = GroupPool()
-    group = pool.admit(lambda _prompt, _group: Shape(1, (Sample((Turn(1),)),)), 0, 0.0)
+    group = pool.admit(Draw(), lambda _size, _prompt, _group: Shape(1, (Sample((Turn(1),)),)), 0, 0.0)
     with pytest.raises(PoolError, match="running and cannot be leased"):
         pool.lease([group])
     pool.commit(group)
