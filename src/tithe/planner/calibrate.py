@@ -129,7 +129,7 @@ def _lengths(path: Path) -> tuple[list[int], list[int]]:
 
 
 def _column(rows: Iterable[dict[str, Any]], name: str) -> list[float]:
-    found = (row.get(name) for row in rows)
+    found: list[Any] = [row.get(name) for row in rows]
     return [float(value) for value in found if type(value) in (int, float) and 0 < value < math.inf]
 
 

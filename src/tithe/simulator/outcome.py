@@ -67,10 +67,11 @@ class Outcome:
 
     @property
     def mixed_frac(self) -> float | None:
-        """Share of trained groups with right answers and wrong ones, which alone teach a group-relative loss; None
-        where no pass rate is given."""
-        rates = [group.pass_rate for group in self.trained_groups if group.pass_rate is not None]
-        return sum(0 < rate < 1 for rate in rates) / len(rates) if rates else None
+        """Share of trained rollouts in groups with right answers and wrong ones, which alone teach a group-relative
+        loss; None where no pass rate is given."""
+        found = [(group.shape.size, group.pass_rate) for group in self.trained_groups if group.pass_rate is not None]
+        total = sum(size for size, _ in found)
+        return sum(size for size, rate in found if 0 < rate < 1) / total if total else None
 
     def age_histogram(self) -> dict[int, float]:
         """Share of trained groups by age in batches."""
@@ -172,7 +173,7 @@ class Outcome:
             "groups_admitted": counts["admitted"],
             "groups_trained": left["trained"],
             "rollouts_per_group": sum(group.shape.size for group in self.trained_groups) / left["trained"],
-            "groups_mixed_frac": self.mixed_frac,
+            "rollouts_mixed_frac": self.mixed_frac,
             "groups_dropped_stale": left["stale"],
             "groups_dropped_failed": left["failed"],
             "groups_left_running": pool.running,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tithe.simulator.draws import uniform
@@ -42,7 +43,7 @@ def draw_shape(scenario: Scenario, size: int, prompt: int, group_id: int) -> Sha
     if measured:
         number = prompt if work.measured_by == "prompt" else group_id
         row = measured[(number + seed) % len(measured)]
-        lengths: list[int | None] = [row.new_tokens[i % len(row.new_tokens)] for i in range(size)]
+        lengths: Sequence[int | None] = [row.new_tokens[i % len(row.new_tokens)] for i in range(size)]
         tokens, outside_s = row.prompt_tokens, row.outside_s
     else:
         lengths, outside_s = [None] * size, 0.0

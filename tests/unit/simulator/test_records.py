@@ -29,7 +29,7 @@ def test_a_group_has_the_samples_that_the_pools_function_gives_its_record():
     newest: dict[int, PromptRecord] = {}
     before: dict[int, PromptRecord] = {}
     sizes, batch, taken = set[int](), 0, 0
-    for group in (outcome.pool.groups[i] for i in range(len(outcome.pool.groups))):
+    for group in sorted(outcome.trained_groups, key=lambda one: one.group_id):
         if taken == 16:
             batch, taken, before = batch + 1, 0, dict(newest)
         wanted = adaptive_samples(before.get(group.prompt), usual=4, least=2, most=8)
@@ -48,9 +48,10 @@ def test_batches_stay_whole(lag: int):
     assert outcome.record()["rollouts_per_group"] != 4.0
 
 
-def test_more_samples_where_answers_differ_make_more_groups_that_teach():
+def test_more_samples_where_answers_differ_make_more_rollouts_that_teach():
     plain, adaptive = (
-        simulate(school(Uniform(0.0, 1.0), samples_span=span)).record()["groups_mixed_frac"] for span in (None, (2, 8))
+        simulate(school(Uniform(0.0, 1.0), samples_span=span)).record()["rollouts_mixed_frac"]
+        for span in (None, (2, 8))
     )
     assert 0 < plain < adaptive
 
@@ -63,14 +64,14 @@ def test_solved_prompts_rest_and_come_back():
     assert set(drawn) == set(range(24))
     gaps = [after - before for batches in drawn.values() for before, after in pairwise(batches)]
     assert min(gaps) == 5
-    assert outcome.record()["groups_mixed_frac"] == 0.0
+    assert outcome.record()["rollouts_mixed_frac"] == 0.0
 
 
 def test_prompts_that_differ_are_drawn_more_often():
     weights = Curriculum(is_weighted=True)
     outcome = simulate(school(Empirical((0.0, 0.5)), prompts=30, curriculum=weights))
     rates = defaultdict(list)
-    for group in outcome.pool.groups.values():
+    for group in outcome.trained_groups:
         rates[group.prompt].append(group.pass_rate)
     never, half = ([len(found) for found in rates.values() if (max(found) > 0) is mixed] for mixed in (False, True))
     assert sum(half) / len(half) > 1.5 * sum(never) / len(never)
