@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -98,6 +99,16 @@ def test_every_run_file_loads_with_its_task(monkeypatch, name):
     assert len(task.train) >= 12
     assert all(item.answer for item in task.train)
     assert [tool.name for tool in build_tools(cfg.task.tools, [])] == list(cfg.task.tools)
+
+
+def test_no_constant_passes_a_code_task_and_the_file_is_what_its_script_writes(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    written = subprocess.run([sys.executable, "examples/code_tasks.py"], capture_output=True, text=True, check=True)
+    assert written.stdout == (ROOT / "examples" / "code_tasks.jsonl").read_text()
+    rows = [json.loads(line) for line in written.stdout.splitlines()]
+    assert len({row["prompt"] for row in rows}) == len(rows) > 200
+    for row in rows:
+        assert len({json.dumps(test["expected"]) for test in row["answer"]["tests"]}) > 1, row["prompt"]
 
 
 def test_the_code_tasks_pay_their_own_solutions_and_no_broken_ones(monkeypatch):
