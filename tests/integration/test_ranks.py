@@ -260,6 +260,46 @@ def test_a_rank_is_sent_its_own_part_of_a_batch_and_no_other(tmp_path: Path, exa
     assert sum(sizes) < 3 * len(Wire(*kinds_in(TrainingBatch)).encode(BATCHES[2]))
 
 
+def test_a_rank_is_sent_only_what_it_scores_and_tells_only_rank_0(tmp_path: Path, exact: Path):
+    """With recorded experts, and with a rank that has no rows; the scores are those of one rank, bit for bit."""
+    tensors, groups = adapter_tensors(exact, FP32), [rewarded(BATCHES[2]), rewarded(BATCHES[1])]
+    plan = ScoringPlan(prox=True, reference=True)
+    one = BatchScorer(Trainer(loaded(exact, FP32, ALONE), SPEC, tensors, RUN), plan)
+    wanted = []
+    for batch in groups:
+        for micro in one.plan(batch):
+            one.score(micro)
+        wanted.append(one.scores())
+
+    def work(ranks: Ranks) -> Any:
+        own, orders = Trainer(loaded(exact, FP32, ranks), SPEC, tensors, RUN, ranks), Orders(ranks, WIRE)
+        share = TrainerShare(own, orders, BatchScorer(own, plan))
+        sent: list[int] = []
+        take = ranks.broadcast
+        ranks.broadcast = lambda data=b"", **given: sent.append(len(out := take(data, **given))) or out  # type: ignore[method-assign]
+        if ranks.rank > 0:
+            orders.follow()
+            return max(sent), []
+        lead = LeadingTrainer(share, orders, scores=True)
+        assert lead.scorer is not None
+        found = []
+        for batch in groups:
+            for micro in lead.scorer.plan(batch):
+                lead.scorer.score(micro)
+            found.append(lead.scorer.scores())
+        orders.give(Stop())
+        return max(sent), found
+
+    (largest, found), *_ = on_ranks_of(4, tmp_path, work)
+    assert largest < 2000, "an order carries no rollouts"
+    for mine, theirs in zip(found, wanted, strict=True):
+        for name in ("prox_logp", "ref_logp"):
+            rows = zip(getattr(mine, name), getattr(theirs, name), strict=True)
+            for a, b in ((a, b) for row, other in rows for a, b in zip(row, other, strict=True)):
+                assert (a is None) == (b is None)
+                assert a is None or np.array_equal(a, b)
+
+
 @pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_train_the_adapter_of_one_rank(tmp_path: Path, exact: Path, size: int, layout: str):

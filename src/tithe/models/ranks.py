@@ -146,11 +146,13 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A block in which torch itself exchanges: what its messages fail with (gloo names itself) is `RanksLost`."""
+        """A block in which torch itself exchanges: what its messages fail with (gloo names itself), or its store where
+        ranks meet, is `RanksLost`."""
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or "gloo" not in str(error).lower():
+            is_of_ranks = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+            if self.size == 1 or not is_of_ranks:
                 raise
             raise self._lost(error) from error
 
@@ -219,6 +221,14 @@ class Ranks:
         nothing = [0] * self.size
         send = sizes if self.rank == 0 else nothing
         return self.all_to_all(_bytes(b"".join(parts)), send, [sizes[self.rank], *nothing[1:]]).numpy().tobytes()
+
+    def collect(self, data: bytes, sizes: Sequence[int] = ()) -> list[bytes]:
+        """On rank 0, which alone knows how much each has: every rank's bytes. Elsewhere nothing."""
+        if self.size == 1:
+            return [data]
+        is_first, nothing = self.rank == 0, [0] * self.size
+        found = self.all_to_all(_bytes(data), [len(data), *nothing[1:]], sizes if is_first else nothing)
+        return [part.numpy().tobytes() for part in found.split(list(sizes))] if is_first else []
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, of any length."""

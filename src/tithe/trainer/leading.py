@@ -90,10 +90,11 @@ class AskOther:
 
 @dataclass(frozen=True)
 class PlanScores:
-    """Plan what must be known of a batch beforehand, under the settings that it will be trained with."""
+    """Begin to score what must be known of a batch beforehand, under the settings that it will be trained with. Every
+    rank's own micro-batches follow as of `Plan`."""
 
-    groups: Sequence[RolloutGroup]
     settings: TrainerSettings
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,13 @@ class ScoreNext:
 
 @dataclass(frozen=True)
 class TellScores:
-    """All ranks' scores together."""
+    """All ranks' scores together, on rank 0."""
 
 
 TRAINER_ORDERS = (Plan, Accumulate, Step, TakeBack, AskProbe, AskVersion, AskOther, PlanScores, ScoreNext, TellScores)
 """Orders of a trainer over ranks."""
 TRAINER_CARRIERS = (
     *kinds_in(RolloutGroup),
-    *kinds_in(BatchScores),
     *kinds_in(TrainerSettings),
     MicroBatch,
     Denominators,
@@ -130,7 +130,7 @@ class TrainerShare:
     ) -> None:
         """`scorer` is what scores batches beforehand, where an algorithm needs that. `other` loads this rank's share of
         the base held the other way (packed, or dequantized), which then stays."""
-        self.trainer, self._other = trainer, other
+        self.trainer, self._scorer, self._other = trainer, scorer, other
         self._other_passes: Passes | None = None
         self._orders = orders
         self.peaks: list[int] = []
@@ -148,30 +148,44 @@ class TrainerShare:
         if scorer is not None:
             orders.handle(PlanScores, lambda order: self._plan_scores(scorer, order))
             orders.handle(ScoreNext, lambda _: scorer.score(self._left.pop(0)))
-            orders.handle(TellScores, lambda _: scorer.scores())
+            orders.handle(TellScores, lambda _: scorer.scores() if orders.ranks.rank == 0 else scorer.contribute())
 
     def share_out(self, batch: TrainingBatch, settings: TrainerSettings) -> Plan:
         """On rank 0: the order by which every rank gets its own part of a batch, and no other."""
         self.trainer.settings = settings
         shares = self.trainer.share_out(batch)
-        self._left, *others = shares.parts
-        self._parts = [self._orders.wire.encode([_narrow(micro) for micro in part]) for part in others]
-        return Plan(settings, shares.denominators, shares.knows_reference, (0, *map(len, self._parts)))
+        return Plan(settings, shares.denominators, shares.knows_reference, self._ready_to_send(shares.parts))
 
-    def _plan(self, order: Plan) -> list[MicroBatch]:
-        self.trainer.settings = order.settings
-        self.trainer.begin(order.denominators, knows_reference=order.knows_reference)
+    def share_scores(self, groups: Sequence[RolloutGroup], settings: TrainerSettings) -> PlanScores:
+        """On rank 0: the order by which every rank gets its own part of what is scored beforehand, and no other."""
+        assert self._scorer is not None
+        self.trainer.settings = settings
+        return PlanScores(settings, self._ready_to_send(self._scorer.share_out(groups)))
+
+    def _ready_to_send(self, parts: Sequence[list[MicroBatch]]) -> tuple[int, ...]:
+        """Keep rank 0's part, pack the others'; their sizes in bytes."""
+        self._left, *others = (list(part) for part in parts)
+        self._parts = [self._orders.wire.encode([_narrow(micro) for micro in part]) for part in others]
+        return 0, *map(len, self._parts)
+
+    def _receive(self, sizes: Sequence[int]) -> list[MicroBatch]:
+        """This rank's part of what rank 0 has packed."""
         ranks = self._orders.ranks
-        data = ranks.scatter([b"", *self._parts] if ranks.rank == 0 else [], order.sizes)
+        data = ranks.scatter([b"", *self._parts] if ranks.rank == 0 else [], sizes)
         self._parts = []
         if ranks.rank > 0:
             self._left = [_widen(micro) for micro in self._orders.wire.decode(data)]
         return list(self._left)
 
+    def _plan(self, order: Plan) -> list[MicroBatch]:
+        self.trainer.settings = order.settings
+        self.trainer.begin(order.denominators, knows_reference=order.knows_reference)
+        return self._receive(order.sizes)
+
     def _plan_scores(self, scorer: BatchScorer, order: PlanScores) -> list[MicroBatch]:
         self.trainer.settings = order.settings
-        self._left = scorer.plan(order.groups)
-        return list(self._left)
+        scorer.begin()
+        return self._receive(order.sizes)
 
     def _accumulate(self, _: Accumulate) -> None:
         self.trainer.accumulate(self._left.pop(0))
@@ -248,7 +262,7 @@ class LeadingTrainer:
         self._share, self._orders = share, orders
         self.settings = share.trainer.settings
         """Those of the next batch."""
-        self.scorer = LeadingScorer(self, orders) if scores else None
+        self.scorer = LeadingScorer(self, share, orders) if scores else None
 
     def plan(self, batch: TrainingBatch) -> list[MicroBatch]:
         """As `Trainer.plan`; as many micro-batches as every rank has."""
@@ -291,12 +305,12 @@ class LeadingScorer:
     """On rank 0: a batch scored by all ranks before it is trained, under the settings that `lead` will train it with.
     On the lane."""
 
-    def __init__(self, lead: LeadingTrainer, orders: Orders) -> None:
-        self._lead, self._orders = lead, orders
+    def __init__(self, lead: LeadingTrainer, share: TrainerShare, orders: Orders) -> None:
+        self._lead, self._share, self._orders = lead, share, orders
 
     def plan(self, groups: Sequence[RolloutGroup]) -> list[MicroBatch]:
         """As `BatchScorer.plan`; as many micro-batches as every rank has."""
-        return self._orders.give(PlanScores(groups, self._lead.settings))
+        return self._orders.give(self._share.share_scores(groups, self._lead.settings))
 
     def score(self, _: MicroBatch) -> None:
         """As `BatchScorer.score`: the next micro-batch of every rank."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from tithe.losses import CorrectionSettings
 from tithe.packing import MicroBatch, plan_micro_batches
@@ -38,8 +37,11 @@ class ScoringPlan:
 
 
 class BatchScorer:
-    """`plan` a batch, `score` each micro-batch on the lane, take the `scores`. Several ranks share the micro-batches,
-    call the same methods, and have the same scores afterwards."""
+    """`plan` a batch, `score` each micro-batch on the lane, take the `scores`.
+
+    Several ranks share the micro-batches: rank 0 knows the batch, shares it out and takes the scores, to which the
+    others `contribute` what they found.
+    """
 
     def __init__(self, trainer: Trainer | FullTrainer, plan: ScoringPlan) -> None:
         self._trainer, self._plan = trainer, plan
@@ -52,44 +54,78 @@ class BatchScorer:
             assert isinstance(trainer, Trainer)
             assert trainer.critic is not None
             self._asked["value"] = trainer.critic.values
-        self._found: dict[str, Scored] = {}
         self._groups: Sequence[RolloutGroup] = ()
+        self._parts: list[list[MicroBatch]] = []
+        self._found: list[np.ndarray] = []
+        """What this rank has found: per micro-batch with rows of its own float32 [asked, N]."""
 
     def plan(self, groups: Sequence[RolloutGroup]) -> list[MicroBatch]:
-        """This rank's micro-batches of all rollouts that may be trained; as many on every rank."""
+        """Rank 0's own micro-batches; the others' are those of `share_out`."""
+        own = self.share_out(groups)[0]
+        self.begin()
+        return own
+
+    def share_out(self, groups: Sequence[RolloutGroup]) -> list[list[MicroBatch]]:
+        """By rank: micro-batches of all rollouts that may be trained, as many for each."""
         ones = [[_ones(rollout) for rollout in group.rollouts] for group in groups]
-        self._groups, ranks = groups, self._trainer.ranks
-        self._found = {
-            name: [[None if one is None else np.zeros_like(one) for one in group] for group in ones]
-            for name in self._asked
-        }
+        size = self._trainer.ranks.size
         micros = plan_micro_batches(TrainingBatch(groups, ones, 0), self._trainer.settings.micro_batch_tokens)
-        blank = [self._trainer.blank(micros[-1])] * (-len(micros) % ranks.size) if micros else []
-        return [*micros, *blank][ranks.rank :: ranks.size]
+        blank = [self._trainer.blank(micros[-1])] * (-len(micros) % size) if micros else []
+        self._groups, self._parts = groups, [[*micros, *blank][rank::size] for rank in range(size)]
+        return self._parts
+
+    def begin(self) -> None:
+        """A new batch: nothing found yet."""
+        self._found = []
 
     def score(self, micro: MicroBatch) -> None:
         """One micro-batch. On the lane."""
-        for name, score in self._asked.items():
-            values_N = score(micro)
-            for q in range(micro.n_seqs if micro.loss_mask.any() else 0):
-                values_T = values_N[micro.seq_index == q].astype(np.float32)
-                self._found[name][micro.seq_group[q]][micro.seq_rollout[q]] = values_T
+        found = [score(micro) for score in self._asked.values()]
+        if micro.loss_mask.any():
+            self._found.append(np.stack(found).astype(np.float32, copy=False))
+
+    def contribute(self) -> None:
+        """On a rank other than 0: tell rank 0 what was found here."""
+        self._trainer.ranks.collect(b"".join(one.tobytes() for one in self._found))
+        self._found = []
 
     def scores(self) -> BatchScores:
-        """What was found, and the KL's weight now."""
-        found = [one for scored in self._found.values() for row in scored for one in row if one is not None]
-        self._trainer.ranks.sum([torch.from_numpy(one) for one in found])  # one rank's and zeros; in place
-        rejection, prox = self._plan.rejection, self._found.get("prox_logp")
+        """On rank 0: what all ranks have found, and the KL's weight now."""
+        found = self._collected()
+        rejection, prox = self._plan.rejection, found.get("prox_logp")
         rejected = frozenset[tuple[int, int]]()
         if rejection is not None and prox is not None:
             rejected = rejected_rollouts(self._groups, prox, rejection)
         return BatchScores(
             prox_logp=prox,
-            ref_logp=self._found.get("ref_logp"),
-            value=self._found.get("value"),
+            ref_logp=found.get("ref_logp"),
+            value=found.get("value"),
             kl_coef=self._trainer.kl_coef,
             rejected=rejected,
         )
+
+    def _collected(self) -> dict[str, Scored]:
+        """By what was asked: per group and rollout float32 [T], None where nothing was."""
+        out: dict[str, Scored] = {
+            name: [[None] * len(group.rollouts) for group in self._groups] for name in self._asked
+        }
+        planned = [[micro for micro in part if micro.loss_mask.any()] for part in self._parts]
+        n_bytes = [sum(4 * len(self._asked) * len(micro.target_ids) for micro in part) for part in planned]
+        told = self._trainer.ranks.collect(b"".join(one.tobytes() for one in self._found), n_bytes)
+        for part, data in zip(planned, told, strict=True):
+            values, at = np.frombuffer(bytearray(data), np.float32), 0
+            for micro in part:
+                n = len(micro.target_ids)
+                for name in self._asked:
+                    _put(out[name], micro, values[at : at + n])
+                    at += n
+        self._found = []
+        return out
+
+
+def _put(out: Scored, micro: MicroBatch, values_N: np.ndarray) -> None:
+    for q in range(micro.n_seqs):
+        out[micro.seq_group[q]][micro.seq_rollout[q]] = values_N[micro.seq_index == q]
 
 
 def _ones(rollout: Rollout) -> np.ndarray | None:

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from support.experts import EXPERTS, HIDDEN, ROUTERS, Case, make_case, relative
 from support.ranks import on_ranks_of, outcomes
 from tithe.arch import exchange, exchange_bytes, exchange_rows
-from tithe.errors import RunError
+from tithe.errors import RanksLost, RunError
 from tithe.lora import LoraSpec
 from tithe.models.exchange import by_adapter
 from tithe.models.expert_bank import GPT_OSS, BlockAdapter, ExpertBank
 from tithe.models.expert_plan import ExpertPlan
-from tithe.models.ranks import Ranks
+from tithe.models.ranks import ALONE, Ranks
 from tithe.quant.grouped import GroupTable
 
 ROWS = 29
@@ -188,6 +189,30 @@ def test_ranks_that_serve_different_adapters_are_told(tmp_path: Path):
         forward(own, case.rows(2), torch.tensor([-1, -1]), served)
 
     assert all("must serve the same ones" in text for _, text in outcomes(2, tmp_path, work))
+
+
+def test_the_first_rank_collects_what_each_has(tmp_path: Path):
+    """It alone, in order; one has nothing."""
+
+    def work(ranks: Ranks) -> list[bytes]:
+        own = bytes([65 + ranks.rank]) * (0, 3, 1)[ranks.rank]
+        return ranks.collect(own, (0, 3, 1)) if ranks.rank == 0 else ranks.collect(own)
+
+    assert on_ranks_of(3, tmp_path, work) == [[b"", b"BBB", b"C"], [], []]
+    assert ALONE.collect(b"xy") == [b"xy"]
+
+
+def test_a_store_that_others_have_left_is_ranks_lost(tmp_path: Path):
+    """torch's own group meets through a store, whose errors do not name gloo; others are not about ranks."""
+
+    def work(ranks: Ranks) -> str:
+        with pytest.raises(RanksLost, match=f"rank {ranks.rank} of 2 lost the others"), ranks.watched():
+            raise dist.DistStoreError("wait timeout after 600000ms")
+        with pytest.raises(RuntimeError, match="expanded size"), ranks.watched():
+            torch.zeros(2).expand(3)
+        return "both"
+
+    assert on_ranks_of(2, tmp_path, work) == ["both"] * 2
 
 
 def test_sums_broadcasts_and_blocks(tmp_path: Path):

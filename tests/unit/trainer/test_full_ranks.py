@@ -42,13 +42,16 @@ def trained(trainer: FullTrainer, steps: int) -> list[StepResult]:
     return results
 
 
-def scored(trainer: FullTrainer) -> np.ndarray:
-    """What policy and reference say of three groups beforehand, flat."""
+def scored(trainer: FullTrainer) -> np.ndarray | None:
+    """What policy and reference say of three groups beforehand, flat, on rank 0."""
     scorer = BatchScorer(trainer, ScoringPlan(prox=True, reference=True))
     answers = [[7, 8, 40, 12, 9], [60, 61, 33, 20, 50]]
     groups = [group([5 + g, 9, 33], [rollout(ids, sample=s) for s, ids in enumerate(answers)], g) for g in range(3)]
-    for micro in scorer.plan(groups):
+    for micro in scorer.share_out(groups)[trainer.ranks.rank]:
         scorer.score(micro)
+    if trainer.ranks.rank > 0:
+        scorer.contribute()
+        return None
     found = scorer.scores()
     rows = [one for part in (found.prox_logp, found.ref_logp) for row in part or [] for one in row if one is not None]
     assert len(rows) == 12
@@ -95,7 +98,6 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, family: str) -> None:
     assert first[1] == second[1]
     assert first[2] == second[2] == pytest.approx(one.probe([5, 9, 33], [7, 8]), abs=1e-4)
     assert first[3] + second[3] == one.memory_bytes()
-    assert np.array_equal(first[4], second[4])
     np.testing.assert_allclose(first[4], before, atol=1e-4)
     published, before = load_file(tmp_path / "published" / "model.safetensors"), load_file(base / "model.safetensors")
     assert {n: t.shape for n, t in published.items()} == {n: t.shape for n, t in before.items()}
