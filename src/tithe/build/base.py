@@ -123,7 +123,7 @@ def _load(
         path=path,
         spec=checkpoint.spec,
         options=tuning.options,
-        checksum=lane.call(checkpoint.checksum) if held is None else held.checksum,
+        checksum=lane.call(_checksum, checkpoint, crew.ranks) if held is None else held.checksum,
         n_tokens=checkpoint.padded_vocab.start,
         file_bytes=base_bytes(checkpoint) if held is None else held.file_bytes,
         numeric_mode=f"full={cfg.model.base_dtype};copy={tuning.options.quantize};{mode}" if full else mode,
@@ -161,12 +161,19 @@ def _held(checkpoint: Checkpoint, options: ModelOptions, ranks: Ranks) -> Decode
     if ranks.size == 1:
         return load_model(checkpoint, options)
     decoder = on_ranks(load_model(checkpoint, options, ranks.shard), ranks)
+    return replace(decoder, checksum=_checksum(checkpoint, ranks))
+
+
+def _checksum(checkpoint: Checkpoint, ranks: Ranks) -> str:
+    """That of the whole; ranks share a mixture's experts."""
+    if ranks.size == 1:
+        return checkpoint.checksum()
     own = json.dumps(checkpoint.digests(ranks.shard)).encode()
     ranks.wait_for_all()
     digests: dict[str, str] = {}
     for told in ranks.gather(own):
         digests |= json.loads(told)
-    return replace(decoder, checksum=combine_digests(digests))
+    return combine_digests(digests)
 
 
 def _options(cfg: RunConfig, checkpoint: Checkpoint) -> ModelOptions:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors
@@ -17,10 +18,18 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write contiguous CPU tensors; nothing is copied on the way. Equal tensors give equal bytes.
 
-    Raises `OSError` when the disk refuses: the library reports that in words, with the system's number at the end.
+    Raises `OSError` when the disk refuses.
     """
-    try:
+    with disk_errors(path):
         safetensors.torch.save_file(dict(tensors), path, metadata=dict(metadata) if metadata else None)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A block in which safetensors writes below a path. What the disk refuses is `OSError`: the library says it in
+    words, with the system's number at the end."""
+    try:
+        yield
     except safetensors.SafetensorError as error:
         number = _SYSTEM_ERROR.search(str(error))
         if number is None:

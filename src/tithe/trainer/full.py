@@ -1,9 +1,10 @@
 """Training every parameter, the expensive alternative: transformers' own model, FP32 masters, the adapter's objective.
 
 One rank: the forward reads weights in the base's dtype; masters, gradient sums and AdamW's state are float32 (18 bytes
-a parameter with a bf16 forward). Several ranks: `fully_shard` holds a share of all of it on each, gathers a layer for
-its forward and backward, and adds gradients up in float32; each rank takes its part of a batch's micro-batches. A KL to
-the base keeps a frozen copy, the third one of a run, sharded likewise. While they load, ranks hold the whole model.
+a parameter with a bf16 forward). Several ranks: each loads and holds a share of all of it, `fully_shard` gathers a
+layer for its forward and backward, and adds gradients up in float32; each rank takes its part of a batch's
+micro-batches. A KL to the base keeps a frozen copy, the third one of a run, sharded likewise. Rank 0 puts versions and
+checkpoints together whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from tithe.models import ALONE, Ranks
 from tithe.packing import MicroBatch, plan_micro_batches
 from tithe.trainer.adam import Adam, StepResult, Tally
 from tithe.trainer.full_model import FullPolicy, load_full, unpack, write_full
-from tithe.trainer.full_shard import copy_whole, let_go, own_numbers, shard, whole
+from tithe.trainer.full_shard import copy_whole, in_dtype, let_go, load_share, own_numbers, whole
 from tithe.trainer.kl_weight import KLWeight
 from tithe.trainer.objective import loss_input
 from tithe.trainer.proof import answer_of, probe_group, score_packed
@@ -53,12 +55,7 @@ class FullTrainer:
         ranks: Ranks = ALONE,
     ) -> None:
         self.directory, self.settings, self.dtype, self.ranks = directory, settings, dtype, ranks
-        self.policy = load_full(directory, n_tokens, checkpointing=settings.activation_checkpointing)
-        self._reference = frozen_copy(self.policy, dtype) if settings.kl_coef > 0 else None
-        if ranks.size > 1:
-            shard(self.policy, ranks, dtype)
-            if self._reference is not None:
-                shard(self._reference, ranks, dtype)
+        self.policy, self._reference = self._load(n_tokens)
         named = {name.removeprefix("model."): p for name, p in self.policy.named_parameters()}
         self._parameters: dict[str, torch.nn.Parameter] = named
         self._masters: dict[str, Tensor] = dict(named)
@@ -70,6 +67,15 @@ class FullTrainer:
         self._kl = KLWeight(settings)
         self._tally = Tally()
         self._denominators: Denominators | None = None
+
+    def _load(self, n_tokens: int) -> tuple[FullPolicy, FullPolicy | None]:
+        """The policy, and the base where there is a KL to it; over ranks this rank's share of both."""
+        checkpointing, asks_base = self.settings.activation_checkpointing, self.settings.kl_coef > 0
+        if self.ranks.size == 1:
+            policy = load_full(self.directory, n_tokens, checkpointing=checkpointing)
+            return policy, in_dtype(deepcopy(policy), self.dtype) if asks_base else None
+        load = partial(load_share, self.directory, n_tokens, self.ranks, self.dtype, checkpointing=checkpointing)
+        return load(is_trained=True), load(is_trained=False) if asks_base else None
 
     @property
     def kl_coef(self) -> float:
@@ -199,7 +205,7 @@ class FullTrainer:
 
     def load_version(self, directory: Path) -> FullPolicy:
         """A published version as a frozen policy in the forward's dtype: one more copy, for as long as it is held."""
-        return frozen_copy(load_full(directory, self.policy.n_tokens, checkpointing=False), self.dtype, own=True)
+        return in_dtype(load_full(directory, self.policy.n_tokens, checkpointing=False), self.dtype)
 
     def write(self, folder: Path) -> None:
         """Fill a folder with a complete Hugging Face directory in the forward's dtype; every rank calls it, the first
@@ -262,14 +268,6 @@ class FullTrainer:
         if self._reference is not None:
             total += sum(own_numbers(p) * p.element_size() for p in self._reference.parameters())
         return total
-
-
-def frozen_copy(policy: FullPolicy, dtype: torch.dtype, *, own: bool = False) -> FullPolicy:
-    """A policy without gradients in another dtype; the given one itself when it is the caller's `own`."""
-    copy = policy if own else deepcopy(policy)
-    for parameter in copy.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return copy.requires_grad_(requires_grad=False).eval()
 
 
 def _masked(micro: MicroBatch) -> MicroBatch:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tithe.errors import ModelError
+from tithe.lora import disk_errors
 from tithe.packing import MicroBatch
 from tithe.packing.layout import NO_PREFIX
 
@@ -96,19 +97,47 @@ def load_full(directory: Path, n_tokens: int, *, checkpointing: bool) -> FullPol
 
     `checkpointing` keeps only each layer's input for the backward.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  seconds that adapters need not wait
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds that adapters need not wait
 
+    with _explained(directory), _no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, config=_config(directory), dtype=torch.float32, local_files_only=True
+        )
+    return _prepared(model, n_tokens, checkpointing=checkpointing)
+
+
+def empty_full(directory: Path, n_tokens: int, *, checkpointing: bool) -> FullPolicy:
+    """As `load_full`, without a byte of its weights: parameters, and what else a checkpoint holds, are on torch's meta
+    device; what is computed from the config is there."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    with _explained(directory):
+        config = _config(directory)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    policy = _prepared(model, n_tokens, checkpointing=checkpointing)
+    _compute_buffers(policy, directory)
+    return policy
+
+
+def _config(directory: Path) -> Any:
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if getattr(config, "attention_dropout", 0.0):
+        config.attention_dropout = 0.0  # the policy that is trained must be the one that sampled
+    return config
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        if getattr(config, "attention_dropout", 0.0):
-            config.attention_dropout = 0.0  # the policy that is trained must be the one that sampled
-        with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=torch.float32, local_files_only=True
-            )
+        yield
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: transformers cannot load it for full-parameter training: {error}") from error
-    model = cast("Any", model)
+
+
+def _prepared(model: Any, n_tokens: int, *, checkpointing: bool) -> FullPolicy:
     if checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in this mode only
@@ -118,18 +147,36 @@ def load_full(directory: Path, n_tokens: int, *, checkpointing: bool) -> FullPol
     return FullPolicy(model, n_tokens)
 
 
+def _compute_buffers(policy: FullPolicy, directory: Path) -> None:
+    """Give memory to buffers that no checkpoint holds (rotary tables), and have transformers compute them again."""
+    model = cast("Any", policy.model)
+    found: list[tuple[str, Tensor]] = []
+    for path, module in model.named_modules():
+        names = [name for name, _ in module.named_buffers(prefix=path, recurse=False)]
+        names = [name.rpartition(".")[2] for name in names if name not in policy.kept_buffers]
+        for name in names:
+            like = module.get_buffer(name)
+            setattr(module, name, torch.full(like.shape, torch.nan, dtype=like.dtype, device="cpu"))
+        if names:
+            model._init_weights(module)  # noqa: SLF001  what `from_pretrained` calls for what it did not find
+            found += [(f"{path}.{name}", module.get_buffer(name)) for name in names]
+    unknown = [name for name, buffer in found if not buffer.isfinite().all()]
+    if unknown:
+        raise ModelError(f"{directory}: transformers does not say how {unknown[0]} is computed; train on one rank")
+
+
 def write_full(policy: FullPolicy, folder: Path, source: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Fill a folder with a complete Hugging Face directory: one safetensors file, the source's config and tokenizer.
 
     `weights` (by parameter name, without the policy's prefix) take the place of the module's own. Equal weights give
-    equal bytes.
+    equal bytes. Raises `OSError` when the disk refuses.
     """
     model = cast("Any", policy.model)
     buffers = {name: model.get_buffer(name) for name in policy.kept_buffers}
     state = dict(model.state_dict()) if weights is None else weights | buffers
-    with _no_progress_bars():
-        model.save_pretrained(folder, state_dict=state, max_shard_size="100TB")
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    with _no_progress_bars(), disk_errors(folder):
+        model.save_pretrained(folder, state_dict=state, max_shard_size="100TB")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")} | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

@@ -55,12 +55,13 @@ def score_packed(
     ranks: Ranks = ALONE,
     take_part: Callable[[], None] = lambda: None,
 ) -> list[list[np.ndarray | None]]:
-    """Per group, per rollout: log-probs [T], packed as training packs; `score` gives a micro-batch's [N].
+    """Per group, per rollout: log-probs [T], packed as training packs (None where the model wrote nothing); `score`
+    gives a micro-batch's [N].
 
     Several ranks share the micro-batches and tell each other, so that all have the same answer; `take_part` is what one
     does while only others have rows.
     """
-    ones = [[np.ones(len(r.token_ids), np.float32) if len(r.token_ids) else None for r in g.rollouts] for g in groups]
+    ones = [[np.ones(len(r.token_ids), np.float32) if r.loss_mask.any() else None for r in g.rollouts] for g in groups]
     out = [[None if one is None else np.zeros(len(one), np.float32) for one in row] for row in ones]
     micros = plan_micro_batches(TrainingBatch(groups, ones, 0), micro_batch_tokens)
     for round_ in range(-(-len(micros) // ranks.size)):

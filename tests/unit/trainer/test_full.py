@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,3 +211,28 @@ def test_a_packed_micro_batch_becomes_whole_sequences() -> None:
     assert places.tolist() == [1, 2, 3, 5]
     assert targets.tolist() == [7, 8, 2, 9]
     assert temperature.tolist() == [1, 1, 1, 1]
+
+
+def test_a_model_that_the_disk_refuses_is_an_os_error(llama: Path, tmp_path: Path) -> None:
+    """safetensors says it in its own words; publishing explains the system's."""
+    trainer, target = FullTrainer(llama, N_TOKENS, EXACT), tmp_path / "published"
+    target.mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            trainer.write(target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_what_the_model_did_not_write_has_no_log_probs(llama: Path) -> None:
+    trainer = FullTrainer(llama, N_TOKENS, EXACT)
+    told = rollout([7, 8], sample=1, mask=[False, False])
+    (scored,) = trainer.score([group([5, 9], [rollout([7, 8]), told])])
+    assert scored[0] is not None
+    assert np.all(scored[0] < 0)
+    assert scored[1] is None
