@@ -7,9 +7,10 @@ from pathlib import Path
 from tithe.build.probing import ProbeRecord
 from tithe.build.session import Session, say
 from tithe.engines import CopiedEngine
+from tithe.errors import UserError
 from tithe.trainer import LeadingModel
 from tithe.types import MetricSink, PolicyVersion
-from tithe.utils.durable import complete_directory
+from tithe.utils.durable import complete_directory, explain
 from tithe.utils.memory import release_unused
 from tithe.weight_sync import DirectoryChannel
 
@@ -58,8 +59,12 @@ class FullPublisher:
 
 
 def save_final_model(model: LeadingModel, run_dir: Path) -> Path:
-    """The trained model as a Hugging Face directory of the run, in place of an earlier one."""
+    """The trained model as a Hugging Face directory of the run, in place of an earlier one. `UserError` when the disk
+    refuses; the earlier one is still there then."""
     target = run_dir / FINAL_MODEL
-    with complete_directory(target, replace=True) as hidden:
-        model.write(hidden)
+    try:
+        with complete_directory(target, replace=True) as hidden:
+            model.write(hidden)
+    except OSError as error:
+        raise UserError(f"cannot write the model {target}: {explain(error)}") from error
     return target

@@ -20,12 +20,12 @@ from tithe.build.session import Session, open_session, say
 from tithe.checkpoint import FoundCheckpoint, find_checkpoints
 from tithe.config import CONFIG_FILE, RunConfig, dump_resolved, load_resumed, load_run
 from tithe.errors import ConfigError, ResumeError, UserError
-from tithe.lora import save_adapter
+from tithe.lora import write_adapter_files
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import StopReason, TrainOutcome
 from tithe.pool import Checkpoint, Curriculum, Pool, PromptSource
 from tithe.trainer import FullTrainer
-from tithe.utils.durable import explain, remove_directory, write_text
+from tithe.utils.durable import complete_directory, explain, write_text
 from tithe.weight_sync import DirectoryChannel, read_manifest
 
 
@@ -233,8 +233,14 @@ def _save_final(session: Session, run_dir: Path) -> None:
     if isinstance(session.trainer, FullTrainer):
         session.base.lane.call(save_final_model, session.model, run_dir)
         return
-    target = final_policy(run_dir, session.cfg)
-    if target.exists():
-        remove_directory(target)
-    save_adapter(target, session.published_tensors(), session.trainer.spec)
-    write_origin(target, session.base.decoder)
+    save_final_adapter(session, final_policy(run_dir, session.cfg))
+
+
+def save_final_adapter(session: Session, target: Path) -> None:
+    """The trained adapter as a PEFT folder with its origin, in place of an earlier one: complete, or not at all."""
+    try:
+        with complete_directory(target, replace=True) as hidden:
+            write_adapter_files(hidden, session.published_tensors(), session.adapter_trainer.spec)
+            write_origin(hidden, session.base.decoder)
+    except OSError as error:
+        raise UserError(f"cannot write the adapter {target}: {explain(error)}") from error

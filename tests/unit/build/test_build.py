@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
 from support.runs import RunFiles, query
-from tithe.build import resume, train
+from tithe.build import resume, running, train
 from tithe.build.hooks import Publisher
 from tithe.build.probing import PROBE_TOKENS
 from tithe.build.session import open_session
 from tithe.config import RunConfig, load_config
-from tithe.errors import ConfigError, NonFiniteError
+from tithe.errors import ConfigError, NonFiniteError, UserError
 from tithe.orchestration.early_stop import EarlyStop
 from tithe.types import PolicyVersion
 from tithe.weight_sync import DirectoryChannel, read_manifest
@@ -44,6 +45,26 @@ def test_a_probe_fits_whatever_a_request_may_take(files, tmp_path, prompt, new) 
     assert name.startswith("probe-0-v0-")
     assert len(probe.token_ids) <= prompt + new
     assert len(probe.completion_ids) == PROBE_TOKENS
+
+
+def test_the_adapter_of_before_stays_until_the_new_one_is_whole(
+    files: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk or a kill leaves what a run had, its origin file included."""
+    target = tmp_path / "adapter"
+    with open_session(config(files)) as session:
+        running.save_final_adapter(session, target)
+        before = {path.name: path.read_bytes() for path in target.iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "tithe.json"} <= before.keys()
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(running, "write_origin", refuse)
+        with pytest.raises(UserError, match=r"cannot write the adapter .*no space left"):
+            running.save_final_adapter(session, target)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 def test_a_policy_that_is_no_numbers_any_more_is_not_published(files, tmp_path) -> None:
