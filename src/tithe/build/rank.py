@@ -47,7 +47,14 @@ def follow(ranks: Ranks) -> None:
 
 def follow_launched() -> None:
     """`follow`, in a process that a launcher such as torchrun has started with a rank above 0."""
+    _ignore_signals()
     follow(join_launched())
+
+
+def _ignore_signals() -> None:
+    """A terminal and a launcher send them to every rank; the run ends well only if rank 0 ends it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_with(parent: int) -> None:
@@ -63,8 +70,7 @@ def _end_with(parent: int) -> None:
 def main(rank: int, size: int, meeting: str, parent: int) -> None:
     """A process of its own, a child of `parent`. Exit code: 0 after the last order, 3 when another rank has ended, 1
     for a failure of this one."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()
     _end_with(parent)
     with suppress(OSError):  # the name in `ps` and `top`, where there is such a file
         Path("/proc/self/comm").write_text(f"tithe-rank-{rank}")

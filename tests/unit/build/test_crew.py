@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
+import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.ranks import on_ranks_of
-from tithe.build import launch
+from tithe.build import launch, rank
 from tithe.build.crew import Crew, join_launched, launched_rank, threads_of
 from tithe.config import load_config
 from tithe.errors import ConfigError, RanksLost
@@ -103,3 +107,39 @@ def test_cores_are_shared_out_to_the_ranks_of_a_machine(monkeypatch: pytest.Monk
 
 def test_a_crew_is_alone_unless_it_meets_others() -> None:
     assert Crew().ranks.size == Crew().size == 1
+
+
+def test_ranks_that_started_end_when_the_system_starts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    fork = multiprocessing.get_context("fork").Process
+
+    class Scarce(fork):
+        def start(self) -> None:
+            if started:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            super().start()
+            started.append(self)
+
+    monkeypatch.setattr(launch, "main", lambda *_: time.sleep(600))
+    monkeypatch.setattr(launch.threading, "active_count", lambda: 1)  # others of this process do not matter
+    monkeypatch.setattr(multiprocessing.get_context("fork"), "Process", Scarce)
+    with pytest.raises(ConfigError, match=r"run\.ranks = 3: the system starts no rank 2 .*unavailable") as caught:
+        launch.start_crew(3)
+    assert caught.value.key == "run.ranks"
+    (one,) = started
+    assert one.exitcode == -signal.SIGKILL
+
+
+def test_a_launchers_followers_leave_interrupts_to_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends them to all; a rank that ends by one would end the others before they have saved."""
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(kind) for kind in kinds]
+    seen: list[object] = []
+    monkeypatch.setattr(rank, "join_launched", Ranks)
+    monkeypatch.setattr(rank, "follow", lambda _: seen.extend(signal.getsignal(kind) for kind in kinds))
+    try:
+        rank.follow_launched()
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+    assert seen == [signal.SIG_IGN, signal.SIG_IGN]
