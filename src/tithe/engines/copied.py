@@ -322,6 +322,11 @@ class _Berth(Lane):
         """Wake the lane."""
         self._lane.wake()
 
+    @property
+    def is_closed(self) -> bool:
+        """As the lane."""
+        return self._lane.is_closed
+
     def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
         """Queue a job on the lane."""
         return self._lane.submit(job, *args)

@@ -25,6 +25,10 @@ class LiveVersion:
 BASE = LiveVersion("", -1, None)
 
 
+CLOSED = "the compute lane is closed: the run has ended"
+"""Why a request is refused that comes too late."""
+
+
 @dataclass(eq=False)
 class Prompt:
     """A prompt's keys and values under one version, shared by every request with the same (adapter name, tokens).

@@ -22,7 +22,7 @@ import torch
 from tithe.engines.admission import check_origin, own_pages, problem_of
 from tithe.engines.batch import Forwards, Work, write_table
 from tithe.engines.cache import PromptCache
-from tithe.engines.sequences import BASE, LiveVersion, Prompt, Running, Waiting, completion, refuse, resolve
+from tithe.engines.sequences import BASE, CLOSED, LiveVersion, Prompt, Running, Waiting, completion, refuse, resolve
 from tithe.errors import AdapterError, EngineError
 from tithe.models import ALONE, PAGE, Decoder, Draws, ForwardPlan, Head, KVPages, Lane, Ranks
 from tithe.types import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -99,7 +99,7 @@ class SharedEngine:
         """Queue a request; never blocks. The future fails with `EngineError` when it can never be served."""
         future: Future[Completion] = Future()
         with self._lock:
-            problem = self.problem(request)
+            problem = self.problem(request) if not self.lane.is_closed else CLOSED
             if problem is None:
                 version = self._served if request.adapter is None else self._live[request.adapter]
                 self._waiting.append(Waiting(request, future, version))

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from tithe.engines.copied import CopiedEngine
-from tithe.engines.sequences import completion, refuse, resolve
+from tithe.engines.sequences import CLOSED, completion, refuse, resolve
 from tithe.engines.shared import SharedEngine
 from tithe.errors import EngineError
 from tithe.models import Lane, Orders
@@ -201,13 +201,14 @@ class SpreadEngine:
         """As `SharedEngine.submit`."""
         future: Future[Completion] = Future()
         problem = self._share.engine.problem(request)
+        with self._lock:
+            problem = CLOSED if self._lane.is_closed else problem
+            if problem is None:
+                self._queued[self._next] = request
+                self._open[self._next] = request, future
+                self._next += 1
         if problem is not None:
             refuse(future, EngineError(problem))
-            return future
-        with self._lock:
-            self._queued[self._next] = request
-            self._open[self._next] = request, future
-            self._next += 1
         self._lane.wake()
         return future
 

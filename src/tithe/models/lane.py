@@ -73,6 +73,11 @@ class Lane:
             stay_serial()
         return self
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is computed any more. Engines refuse requests then: their last chance to fail has passed."""
+        return self._closed
+
     def wake(self) -> None:
         """Look for work again: an engine got a request."""
         with self._condition:

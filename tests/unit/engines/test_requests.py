@@ -302,3 +302,13 @@ def test_a_failing_tick_fails_its_requests_and_not_the_engine(rigs) -> None:
     assert all(same(a, b) for a, b in zip(again, rigs(decode=decode).answers(asked), strict=True))
     free, all_pages = (rig.engine.stats()[k] for k in ("kv_pages_free", "kv_pages"))
     assert all_pages - free == 2, "only the idle prompt is held"
+
+
+def test_a_request_that_comes_after_the_end_is_refused(rigs) -> None:
+    """Nobody would tick for it, and whoever waits for it would never end."""
+    rig = rigs()
+    rig.lane.close()
+    answer = rig.engine.submit(request(PROMPT))
+    with pytest.raises(EngineError, match="the compute lane is closed"):
+        answer.result(WAIT_S)
+    assert not rig.engine.has_work()
