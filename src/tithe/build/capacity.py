@@ -1,6 +1,7 @@
-"""`tithe capacity`: adapters of several ranks and every parameter, trained from one start, and the curves of each.
+"""`tithe capacity`: adapters of several LoRA ranks and every parameter, trained from one start, and the curves of each.
 
-Each run is a process of its own, so that its peak of memory is its own; all see the same rows, seed and settings.
+Each run is a command of its own, so that its peak of memory is its own, and uses as many processes as `run.ranks` says;
+all see the same rows, seed and settings.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _FULL = "full"
 @dataclass(frozen=True)
 class Measured:
     """One run's outcome. `held_out` and `reward` are (step, value) curves; `peak_bytes` is the largest resident size of
-    its process (None where the kernel does not say), `step_s` the mean time of a batch after the first, `max_abs_dlogp`
-    and `mean_abs_dlogp` the sampler's difference from the trainer over the rollouts of its certificate, in nats a
-    token (None without one)."""
+    its process, with several the largest of any (None where the kernel does not say), `trained_state_bytes` what the
+    first of them holds of masters, gradients and moments, `step_s` the mean time of a batch after the first,
+    `max_abs_dlogp` and `mean_abs_dlogp` the sampler's difference from the trainer over the rollouts of its certificate,
+    in nats a token (None without one)."""
 
     name: str
     lr: float
@@ -55,9 +57,9 @@ def capacity(
     full_lr: float | None,
     copy: str | None = None,
 ) -> dict[str, object]:
-    """Train, collect, compare. `copy` (a `model.quantize`) adds the largest rank on a base packed so, and full training
-    whose rollouts come from a copy packed so. Raises `UserError` before the first run for a start that not all can
-    share, `RunError` for a run that failed."""
+    """Train, collect, compare; `ranks` are the adapters'. `copy` (a `model.quantize`) adds the largest rank on a base
+    packed so, and full training whose rollouts come from a copy packed so. Raises `UserError` before the first run for
+    a start that not all can share, `RunError` for a run that failed."""
     _check(cfg, copy)
     variants = _variants(cfg, ranks, steps or cfg.run.max_steps, full_lr, copy)
     measured = [_run(name, variant, run_dir / name) for name, variant in variants.items()]
@@ -66,6 +68,7 @@ def capacity(
     result: dict[str, object] = {
         "run_dir": str(run_dir),
         "steps": steps or cfg.run.max_steps,
+        "processes": cfg.run.ranks,
         "runs": [run.__dict__ for run in measured],
         "gap_to_full": gaps,
     }
@@ -79,10 +82,6 @@ def _check(cfg: RunConfig, copy: str | None) -> None:
         raise ConfigError(
             "lora.init_from: capacity compares runs from one start, the bare base; leave it out", key="lora.init_from"
         )
-    if cfg.run.ranks > 1:
-        raise ConfigError(
-            f"run.ranks = {cfg.run.ranks}: capacity compares runs of one process each; set it to 1", key="run.ranks"
-        )
     if copy is not None and (cfg.model.quantize != "none" or cfg.model.load_in_8bit):
         raise ConfigError(
             f"model.quantize: --copy {copy} adds runs that are packed so to runs that are not; set it to none, and "
@@ -94,8 +93,8 @@ def _check(cfg: RunConfig, copy: str | None) -> None:
 def _variants(
     cfg: RunConfig, ranks: Sequence[int], steps: int, full_lr: float | None, copy: str | None
 ) -> dict[str, RunConfig]:
-    """Configurations by name. An adapter's alpha / r stays that of the run file."""
-    length = {"max_steps": steps, "eval_every": cfg.run.eval_every or max(1, steps // 4), "ranks": 1}
+    """Configurations by name, for adapters of the LoRA ranks `ranks`. alpha / r stays that of the run file."""
+    length = {"max_steps": steps, "eval_every": cfg.run.eval_every or max(1, steps // 4)}
     run = cfg.run.model_copy(update=length)
     monitor = cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False})
     common = cfg.model_copy(update={"run": run, "monitor": monitor})
@@ -145,12 +144,18 @@ def _run(name: str, cfg: RunConfig, folder: Path) -> Measured:
         lr=cfg.optimizer.lr,
         held_out=_curve(rows, "eval_sampled"),
         reward=_curve(rows, "reward_mean"),
-        peak_bytes=peak,
+        peak_bytes=_largest(peak, memory),
         trained_state_bytes=memory["adapter_state_bytes"],
         step_s=sum(timed) / len(timed) if timed else 0.0,
         max_abs_dlogp=parity.get("max_abs_dlogp"),
         mean_abs_dlogp=parity.get("mean_abs_dlogp"),
     )
+
+
+def _largest(seen: int | None, memory: Mapping[str, Any]) -> int | None:
+    """The largest peak of the command's own process and of those that run.json names by rank."""
+    told = [int(value) for name, value in memory.items() if name.startswith("rank_") and name.endswith("_bytes")]
+    return max([*told, *([] if seen is None else [seen])], default=None)
 
 
 def _watch(process: subprocess.Popen[bytes]) -> int | None:

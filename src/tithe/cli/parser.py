@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks that share the experts (default 1)")
     capacity = add("capacity", "compare adapters of several ranks with training every parameter, from one start")
     capacity.add_argument("run_file", metavar="RUN.yaml", help="run file on a base of BF16 or F32 safetensors")
-    capacity.add_argument("--ranks", default="4,32", metavar="R1,R2", help="ranks of the adapters (default 4,32)")
+    capacity.add_argument("--ranks", default="4,32", metavar="R1,R2", help="LoRA ranks of the adapters (default 4,32)")
     capacity.add_argument("--steps", type=int, metavar="N", help="batches of each run (default run.max_steps)")
     capacity.add_argument(
         "--full-lr", type=float, metavar="LR", help="learning rate of the full run (default a tenth of optimizer.lr)"

@@ -9,7 +9,7 @@ import pytest
 from support.checkpoints import build_gguf
 from support.runs import RunFiles
 from tithe.build import capacity
-from tithe.build.capacity import _variants
+from tithe.build.capacity import _largest, _variants
 from tithe.config import build_config, dump_resolved, load_config
 from tithe.config.yaml_text import parse_yaml
 from tithe.errors import ConfigError
@@ -29,9 +29,16 @@ def test_a_copy_adds_a_packed_base_to_the_largest_rank_and_packed_rollouts_to_fu
     assert caught.value.key == "model.quantize"
 
 
+def test_runs_of_several_processes_keep_them_and_count_the_largest(files: RunFiles) -> None:
+    cfg = load_config(files.yaml, ["model.quantize=none", "run.ranks=3"])
+    assert {variant.run.ranks for variant in _variants(cfg, [2], 1, None, None).values()} == {3}
+    memory = {"rank_0_peak_rss_bytes": 5, "rank_1_peak_rss_bytes": 9, "base_file_bytes": 50}
+    assert [_largest(7, memory), _largest(None, memory), _largest(7, {}), _largest(None, {})] == [9, 9, 7, None]
+
+
 def test_a_start_that_not_all_can_share_is_refused_before_anything_runs(files: RunFiles, tmp_path: Path) -> None:
     gguf = build_gguf(tmp_path / "m.gguf", "llama")
-    changes = {"model.path": gguf, "lora.init_from": "somewhere", "run.ranks": 2}
+    changes = {"model.path": gguf, "lora.init_from": "somewhere"}
     for change, key in ((f"{key}={value}", key) for key, value in changes.items()):
         with pytest.raises(ConfigError) as caught:
             capacity(load_config(files.yaml, [change]), tmp_path / "c", [2], 1, None)
