@@ -192,13 +192,16 @@ def test_ranks_that_serve_different_adapters_are_told(tmp_path: Path):
 
 
 def test_the_first_rank_collects_what_each_has(tmp_path: Path):
-    """It alone, in order; one has nothing."""
+    """It alone, in order; one has nothing, or all."""
 
-    def work(ranks: Ranks) -> list[bytes]:
-        own = bytes([65 + ranks.rank]) * (0, 3, 1)[ranks.rank]
-        return ranks.collect(own, (0, 3, 1)) if ranks.rank == 0 else ranks.collect(own)
+    def work(ranks: Ranks) -> list[list[bytes]]:
+        found = []
+        for sizes in ((0, 3, 1), (0, 0, 0)):
+            own = bytes([65 + ranks.rank]) * sizes[ranks.rank]
+            found.append(ranks.collect(own, sizes) if ranks.rank == 0 else ranks.collect(own))
+        return found
 
-    assert on_ranks_of(3, tmp_path, work) == [[b"", b"BBB", b"C"], [], []]
+    assert on_ranks_of(3, tmp_path, work) == [[[b"", b"BBB", b"C"], [b""] * 3], [[], []], [[], []]]
     assert ALONE.collect(b"xy") == [b"xy"]
 
 
