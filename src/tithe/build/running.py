@@ -25,7 +25,7 @@ from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import StopReason, TrainOutcome
 from tithe.pool import Checkpoint, Curriculum, Pool, PromptSource
 from tithe.trainer import FullTrainer
-from tithe.utils.durable import complete_directory, explain, write_text
+from tithe.utils.durable import complete_directory, explain, remove_directory, write_text
 from tithe.weight_sync import DirectoryChannel, read_manifest
 
 
