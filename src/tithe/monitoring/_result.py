@@ -75,7 +75,7 @@ def _tiles(run: RunData, pool: PoolView) -> Markup:
     memory = memory if isinstance(memory, Mapping) else {}
     peak = finite_number(memory.get("peak_pss_bytes")) or finite_number(memory.get("peak_rss_bytes"))
     ranks = list(rank_peaks(memory).values())
-    of_ranks = f"rank 0; at most {format_bytes(max(ranks))} on {len(ranks)} ranks" if len(ranks) > 1 else ""
+    of_ranks = f"of rank 0; largest of {len(ranks)} ranks: {format_bytes(max(ranks))}" if len(ranks) > 1 else ""
     gap = finite_number((run.parity or {}).get("max_abs_dlogp"))
     gaps, kls = ([y for y in run.series(name).ys if y is not None] for name in ("version_gap", "kl_mean"))
     tiles = [

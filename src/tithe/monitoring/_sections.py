@@ -12,7 +12,7 @@ from tithe.metrics import METRICS, RowKind, finite_number
 from tithe.monitoring._format import MISSING, format_bytes, format_number, format_percent
 from tithe.monitoring._page import paragraph, safe_text, section, table, two_columns
 from tithe.monitoring._pool_view import PoolSample, PoolView
-from tithe.monitoring._run_data import RunData
+from tithe.monitoring._run_data import RunData, rank_peaks
 from tithe.monitoring.alarms import Alarm, AlarmRules, Alarms
 
 _SHOWN_CHARACTERS = 3000
@@ -153,7 +153,9 @@ def _memory(run: RunData) -> Markup:
         value if isinstance(value, Mapping) else {}
         for value in (run.info.get("memory"), run.info.get("memory_planned"))
     )
-    names = list(dict.fromkeys([*measured, *planned]))
+    peaks = rank_peaks(measured)
+    of_ranks = {f"rank_{rank}_peak_rss_bytes" for rank in peaks}
+    names = [name for name in dict.fromkeys([*measured, *planned]) if name not in of_ranks]
     if not names:
         return paragraph("Memory was not recorded.")
     columns = [planned, measured] if planned else [measured]
@@ -165,10 +167,20 @@ def _memory(run: RunData) -> Markup:
         for name in names
     ]
     resident, on_file = (finite_number(measured.get(name)) for name in ("base_resident_bytes", "base_file_bytes"))
+    blank = [""] * (len(columns) - 1)
     if resident is not None and on_file:
-        blank = [""] * (len(columns) - 1)
         rows.append(("base in memory, relative to its file", *blank, format_percent(resident / on_file, 1)))
-    return table(("Memory", *(["Planned"] if planned else []), "Measured"), rows)
+    if peaks:
+        rows.append((f"largest peak of {len(peaks)} ranks", *blank, format_bytes(max(peaks.values()))))
+    known = table(("Memory", *(["Planned"] if planned else []), "Measured"), rows)
+    return known + _rank_table(peaks) if peaks else known
+
+
+def _rank_table(peaks: Mapping[int, float]) -> Markup:
+    rows = [(f"rank {rank}", format_bytes(peak)) for rank, peak in peaks.items()]
+    return Markup("<details><summary>Peak of every rank</summary>{}</details>").format(
+        table(("Process", "Largest resident memory"), rows)
+    )
 
 
 def configuration_section(run: RunData) -> Markup:

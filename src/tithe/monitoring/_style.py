@@ -49,7 +49,7 @@ nav { display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 20px 0 0; padding: 
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 18px 28px; margin: 22px 0 0 }
 .tiles dt { color: var(--soft); font-size: 13px }
 .tiles dd { margin: 0; font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap }
-.tiles small { display: block; color: var(--soft); font-size: 13px; font-weight: 400 }
+.tiles small { display: block; color: var(--soft); font-size: 13px; font-weight: 400; white-space: normal }
 
 .scroll { overflow-x: auto }
 table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums }

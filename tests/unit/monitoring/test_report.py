@@ -209,9 +209,11 @@ def test_the_memory_of_every_rank_is_shown_and_the_first_screen_says_whose_it_is
     info["memory"] |= {f"rank_{rank}_peak_rss_bytes": (700 + rank) << 20 for rank in range(12)}
     (run_dir / "run.json").write_text(json.dumps(info))
     page = Page(build_report(run_dir))
-    assert page.says("rank 0; at most 711 MiB on 12 ranks")
+    assert page.says("of rank 0; largest of 12 ranks: 711 MiB")
+    assert page.says("largest peak of 12 ranks 711 MiB")
     for rank in range(12):
-        assert page.says(f"{700 + rank} MiB")
+        assert page.says(f"rank {rank} {700 + rank} MiB")
+    assert page.is_safe()
 
 
 def test_failed_answers_are_told_apart_from_wrong_ones(run_dir):
