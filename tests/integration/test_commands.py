@@ -154,6 +154,7 @@ def test_report_is_one_page_about_the_run(unbroken, capfd) -> None:
     page = Path(answer["report"]).read_text()
     Path(answer["report"]).unlink()
     assert "<svg" in page
+    assert re.search(r'<p class="asked">the answer \d+ \+ \d+ =</p>', page), "questions, not their ids"
     assert not re.search(r'(src|href)="(?!#|data:)', page), "nothing is fetched"
 
 

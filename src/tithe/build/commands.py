@@ -9,18 +9,20 @@ from pathlib import Path
 
 from tithe.arch import find_demo_model
 from tithe.build.certificate import certify
-from tithe.build.ended import final_policy
+from tithe.build.ended import final_policy, question_texts
 from tithe.build.hooks import Evaluator, make_publisher
 from tithe.build.running import run
 from tithe.build.scoring import uses_own_base
 from tithe.build.session import Session, open_session, say
 from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
+from tithe.envs import load_task
 from tithe.errors import ResumeError, RunError, UserError
 from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import ServedVersion
 from tithe.pool import PoolReader
 from tithe.renderers import load_renderer
+from tithe.rewards import BUILT_IN
 from tithe.types import GenerateRequest, PolicyVersion, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
@@ -81,9 +83,32 @@ def parity(cfg_or_run_dir: RunConfig | Path) -> dict[str, object]:
 
 
 def report(run_dir: Path) -> dict[str, object]:
-    """Write report.html again from what the run directory holds."""
-    page = build_report(run_dir)
+    """Write report.html again from what the run directory holds, with the questions of its task where they can be read
+    without running anybody's code.
+    """
+    page = build_report(run_dir, _questions(load_run(run_dir)))
     return {"report": str(page), "text": f"report: {page}"}
+
+
+def _questions(cfg: RunConfig) -> dict[str, str]:
+    """Prompt id → text; empty, with a word on it, for a task that is made by a function or is no longer there."""
+    functions = [name for name in (cfg.task.source, cfg.task.eval_source) if name is not None and not _is_data(name)]
+    if functions:
+        say(f"questions are shown by their ids: the task is made by {functions[0]}")
+        return {}
+    try:
+        task = load_task(cfg.task, needs_answer=cfg.reward.function in BUILT_IN)
+    except UserError as error:
+        say(f"warning: questions are shown by their ids: {error}")
+        return {}
+    return question_texts(task.train)
+
+
+def _is_data(source: str) -> bool:
+    """Whether reading a task's source calls nobody's function."""
+    name, _, size = source.partition(":")
+    built_in = name == "reasoning_gym" or (name in ("sums", "products") and size.isdecimal() == bool(size))
+    return built_in or source.endswith((".jsonl", ".parquet", "/"))
 
 
 def check(cfg: RunConfig) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tithe.config import RunConfig
 from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import StopReason
+from tithe.types import PromptItem
 
 FINAL_ADAPTER = "adapter"
 """Folder of the trained adapter in a run directory."""
@@ -62,6 +63,11 @@ def ended(run_dir: Path, cfg: RunConfig, before: RunConfig) -> dict[str, object]
 def final_policy(run_dir: Path, cfg: RunConfig) -> Path:
     """Where a run leaves the policy it trained: a PEFT folder, or a whole model's directory."""
     return run_dir / (FINAL_MODEL if cfg.model.train == "full" else FINAL_ADAPTER)
+
+
+def question_texts(items: Iterable[PromptItem]) -> dict[str, str]:
+    """Prompt id → what a report shows of it: the text, or the last message of a chat."""
+    return {item.id: item.text or str(item.messages[-1]["content"]) for item in items}
 
 
 def evaluations(run_dir: Path) -> tuple[Mapping[str, float] | None, Mapping[str, float] | None]:

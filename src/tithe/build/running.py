@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tithe.build.certificate import certify
-from tithe.build.ended import ended, evaluations, final_policy
+from tithe.build.ended import ended, evaluations, final_policy, question_texts
 from tithe.build.full_hooks import save_final_model
 from tithe.build.hooks import POOL_FILE
 from tithe.build.loops import train_and_roll
@@ -206,8 +206,7 @@ def _finish(
     record.finish("finished", str(outcome.reason), steps=outcome.serial, disk_bytes=pool.disk_bytes())
     page = None
     if report and cfg.monitor.report:
-        texts = {item.id: item.text or str(item.messages[-1]["content"]) for item in session.items().values()}
-        page = build_report(run_dir, texts)
+        page = build_report(run_dir, question_texts(session.items().values()))
     result: dict[str, object] = {
         "run_dir": str(run_dir),
         "steps": outcome.serial,
