@@ -24,7 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tithe.arch import Shard
-from tithe.errors import AdapterError, ConfigError, EngineError, PublishRefused, RanksLost, RunError, TitheError
+from tithe.errors import (
+    AdapterError,
+    ConfigError,
+    EngineError,
+    PublishRefused,
+    RanksLost,
+    RunError,
+    TitheError,
+    UserError,
+)
 
 BUCKET_BYTES = 32 << 20
 """Tensors are summed together up to this size."""
@@ -72,7 +81,8 @@ class Ranks:
         port, whether this process is the host).
 
         Ranks of one machine connect through its loopback, others through the interface that GLOO_SOCKET_IFNAME names,
-        else the host's own. `RunError` when not all come within `timeout_s`.
+        else the host's own. `RunError` when not all come within `timeout_s`, `UserError`
+        when the port is taken.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of {size}: ranks count from 0 to {size - 1}")
@@ -91,6 +101,11 @@ class Ranks:
                 for name, patience in (("work", bound), ("orders", _PATIENCE))
             ]
         except RuntimeError as error:
+            if not isinstance(meeting, Path) and "address already in use" in str(error).lower():
+                raise UserError(
+                    f"port {meeting[1]} of {meeting[0]} is used by another program: give the launcher another"
+                    " (MASTER_PORT)"
+                ) from error
             raise RunError(f"rank {rank} did not meet the other {size - 1} within {timeout_s:g} s: {error}") from error
         return Ranks(rank, size, groups[0], timeout_s, groups[1], store=store, here=isinstance(meeting, Path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from support.experts import EXPERTS, HIDDEN, ROUTERS, Case, make_case, relative
 from support.ranks import on_ranks_of, outcomes
 from tithe.arch import exchange, exchange_bytes, exchange_rows
-from tithe.errors import RanksLost, RunError
+from tithe.errors import RanksLost, RunError, UserError
 from tithe.lora import LoraSpec
 from tithe.models.exchange import by_adapter
 from tithe.models.expert_bank import GPT_OSS, BlockAdapter, ExpertBank
@@ -253,6 +254,13 @@ def test_the_others_end_when_a_rank_dies(tmp_path: Path):
     assert time.monotonic() - began < 30
     assert found[2] == (False, 9)
     assert all("RanksLost: rank" in found[rank][1] and "lost the others" in found[rank][1] for rank in (0, 1, 3))
+
+
+def test_a_port_that_is_taken_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"port {port} of 127\.0\.0\.1 is used.*MASTER_PORT"):
+            Ranks.join(0, 2, ("127.0.0.1", port, True), 60.0)
 
 
 @pytest.mark.liveness
