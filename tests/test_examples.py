@@ -16,6 +16,7 @@ import pytest
 
 from support.checkpoints import build_gguf
 from tithe.arch import ArchSpec, account, known_config, make_base
+from tithe.cli.main import main
 from tithe.config import config_warnings, load_config, schedule_of
 from tithe.envs import build_tools, load_task
 from tithe.rewards import build_reward
@@ -146,13 +147,16 @@ def test_the_example_of_a_schedule_has_its_phases_and_nothing_doubtful():
 KIMI = ROOT / "examples" / "kimi-k2-one-node"
 
 
-def test_the_run_file_of_kimi_resolves_and_is_the_one_that_is_planned(monkeypatch):
-    """The first line of plan.txt is the command that made it: its numbers are the run file's."""
+def test_the_run_file_of_kimi_resolves_and_is_the_one_that_is_planned(monkeypatch, capsys):
+    """The first line of plan.txt is the command that made the others: its numbers are the run file's."""
     monkeypatch.chdir(ROOT)
     cfg = load_config(KIMI / "run.yaml")
     assert config_warnings(cfg) == []
     plan = (KIMI / "plan.txt").read_text()
-    asked = dict(re.findall(r"--([a-z-]+) ([^\s-]\S*)", plan.splitlines()[0]))
+    command, _, printed = plan.partition("\n")
+    assert main(command.removeprefix("$ tithe ").split()) == 0
+    assert capsys.readouterr().out == printed, "made anew by the command in its first line"
+    asked = dict(re.findall(r"--([a-z-]+) ([^\s-]\S*)", command))
     assert asked["lora-targets"].split(",") == list(cfg.lora.target_modules)
     numbers = {name: int(value) for name, value in asked.items() if value.isdecimal()}
     assert numbers == {
