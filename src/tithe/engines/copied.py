@@ -183,6 +183,7 @@ class CopiedEngine:
             loaded = self._copy_from(directory)
         except (AdapterError, EngineError) as error:
             problem = error
+        self.ranks.wait_for_all()  # reading a whole model may take one of them much longer
         self.ranks.agree(problem)
         assert loaded is not None
         manifest, copy = loaded

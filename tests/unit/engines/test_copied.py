@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 
 import pytest
 
+from support.decoders import BF16
+from support.ranks import on_ranks_of
+from tithe.engines import CopiedEngine, Here
 from tithe.engines.copied import measure_gap
-from tithe.errors import PublishRefused
+from tithe.errors import AdapterError, PublishRefused
+from tithe.models import Agreed, Ranks
 from tithe.weight_sync import Probe
 
 PROBE = Probe((1, 7, 9, 4), 2, (-0.5, -1.25), noise_floor=0.0, parent_logp=(-0.6, -1.5))
@@ -50,3 +56,23 @@ def test_a_mixtures_ties_are_named_with_their_remedies() -> None:
 def test_a_step_too_small_for_a_quantized_copy_may_leave_its_answer_as_it_was() -> None:
     gap = measure_gap(PROBE, [-1.5, -1.25], [-1.5, -1.25], None, "v1")
     assert gap.largest == 1.0
+
+
+@pytest.mark.liveness
+def test_ranks_wait_for_one_that_reads_a_copy_for_longer_than_a_message_may_take(tmp_path: Path) -> None:
+    """Rank 1 needs three seconds where a silent rank is given up after two; what it then refuses is refused by both."""
+
+    def work(ranks: Ranks) -> str:
+        engine = CopiedEngine(Here(), BF16, origin="o", numeric_mode="m", settings={}, ranks=ranks)
+
+        def read(_: Path) -> None:
+            if ranks.rank == 1:
+                time.sleep(3)
+                raise AdapterError("torn")
+
+        engine._copy_from = read  # type: ignore[method-assign,assignment]
+        with pytest.raises(Agreed) as caught:
+            engine.load_adapter(tmp_path)
+        return f"{type(caught.value.error).__name__}: {caught.value.error}"
+
+    assert on_ranks_of(2, tmp_path / "ranks", work, 2.0) == ["AdapterError: rank 1: torn"] * 2
