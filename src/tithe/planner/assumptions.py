@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tithe.planner.cpu import IMPORT_BYTES, PROCESS_BYTES, cpu_run
+from tithe.planner.cpu import IMPORT_BYTES, cpu_run, process_bytes
 from tithe.planner.hardware import CPU_NAME
 from tithe.planner.layers import COLLECTIVE_BYTES, FRAGMENTATION, PAGE_TOKENS, PREFILL_TOKENS, RUNTIME_BYTES
 from tithe.planner.request import TRAIN_SHARE, PlanRequest
@@ -55,8 +55,8 @@ def _on_processors(request: PlanRequest) -> Iterator[str]:
     """A plan counts this project's own process there, buffer by buffer."""
     run = cpu_run(request)
     yield (
-        f"{IMPORT_BYTES:,} bytes after imports and {PROCESS_BYTES:,} of kernels, tokenizer and arenas, of the pinned "
-        f"versions on Linux; {run.threads} threads"
+        f"{IMPORT_BYTES:,} bytes after imports and {process_bytes(run):,} of kernels, tokenizer and arenas, of the "
+        f"pinned versions on Linux; {run.threads} threads"
     )
     yield (
         f"batches of {run.rollouts:,} rollouts, {run.samples} to a prompt, each as long as the mean; micro-batches of "

@@ -9,7 +9,7 @@ import pytest
 from tithe.arch import ArchSpec, known_config, make_base, published_base
 from tithe.errors import ConfigError
 from tithe.planner.command import plan
-from tithe.planner.cpu import cpu_side
+from tithe.planner.cpu import IMPORT_BYTES, PROCESS_BYTES, cpu_side, moments, persistent_bytes
 from tithe.planner.cpu_run import CpuRun, Micro
 from tithe.planner.cpu_weights import (
     adapter_numbers,
@@ -104,6 +104,16 @@ def test_the_version_that_is_published_is_one_of_the_live_ones():
     one = forward_adapter_bytes(RUN)
     assert adapters(2) == adapters(1)
     assert adapters(4) - adapters(2) == 2 * one
+
+
+def test_a_process_holds_its_tokenizer_and_the_room_of_the_cast_before():
+    side, held = cpu_side(RUN), sum(persistent_bytes(RUN).values())
+    peak = max(sum(layers.values()) for layers in moments(RUN).values())
+    assert side.total_bytes - held - peak == IMPORT_BYTES + PROCESS_BYTES + 340 * 49_152 + forward_adapter_bytes(RUN)
+    larger = replace(RUN, lora_r=64)
+    grown = forward_adapter_bytes(larger) - forward_adapter_bytes(RUN)
+    freed = [cpu_side(run).by_layer["adapters"] - persistent_bytes(run)["adapters"] for run in (RUN, larger)]
+    assert freed[1] - freed[0] == grown > 0
 
 
 def test_what_is_assumed_is_about_a_processor():
