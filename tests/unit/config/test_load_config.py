@@ -324,7 +324,7 @@ def test_the_home_of_an_unknown_user_is_an_error_of_that_key(key):
 
 def test_one_wrong_size_is_one_problem():
     """The buffer follows the batch, so that its own size is no news."""
-    error = refused("rl.batch_size_per_update=12")
+    error = refused("rl.batch_size_per_update=3")
     assert (error.key, len(str(error).splitlines())) == ("rl.batch_size_per_update", 1)
     assert refused("rl.batch_size_per_update=16", "rl.rollout_buffer_size=20").key == "rl.rollout_buffer_size"
 
