@@ -80,10 +80,11 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         db = _first_read(f"{uri}?mode=ro")
     except sqlite3.OperationalError:
-        if path.with_name(path.name + "-wal").exists():
+        log = path.with_name(path.name + "-wal")
+        if log.exists() and log.stat().st_size > 0:
             raise
-        # WAL mode wants to create an index file beside the database, which a read-only disk refuses; without a log
-        # nobody is writing, so the file may be treated as one that does not change
+        # WAL mode wants to create an index file beside the database, which a read-only disk refuses; without a log (an
+        # earlier reader leaves an empty one) nobody is writing, so the file may be treated as one that does not change
         db = _first_read(f"{uri}?immutable=1")
     db.row_factory = sqlite3.Row
     return db

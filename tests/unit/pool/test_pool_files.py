@@ -168,6 +168,30 @@ def test_plain_sql_reads_rewards_while_the_owner_writes(pool, path):
         assert reader.state_counts()[GroupState.READY] == 1
 
 
+def test_a_finished_run_on_a_read_only_disk_is_read(pool, path, monkeypatch):
+    """Where SQLite may not make its index file. An empty log, which an earlier reader left, holds nothing back."""
+    add_ready(pool, 2)
+    pool.close()
+    first_read, asked = reader_module._first_read, []
+
+    def refused(uri):
+        asked.append(uri.partition("?")[2])
+        if "immutable" not in uri:
+            raise sqlite3.OperationalError("attempt to write a readonly database")
+        return first_read(uri)
+
+    monkeypatch.setattr(reader_module, "_first_read", refused)
+    log = path.with_name(path.name + "-wal")
+    for leave in (lambda: log.unlink(missing_ok=True), log.touch):
+        leave()
+        with PoolReader(path) as reader:
+            assert reader.state_counts()[GroupState.READY] == 2
+    assert asked == ["mode=ro", "immutable=1"] * 2
+    log.write_bytes(b"what was not yet written into the file")
+    with pytest.raises(PoolError, match="readonly"):
+        PoolReader(path)
+
+
 def test_a_later_owner_fences_the_earlier_one(pool, path):
     add_ready(pool, 1)
     with Pool.open(path):
