@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,15 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler, ...]:
+    """Functions and handlers of a file, parsed once for all rules."""
+    wanted = ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler
+    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, wanted))
+
+
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    tree = ast.parse(path.read_text())
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(path) if not isinstance(node, ast.ExceptHandler))
 
 
 def test_a_file_has_at_most_500_lines():
@@ -82,7 +89,7 @@ def test_nothing_else_swallows_every_exception():
         f"{name(path)}:{node.lineno}"
         for path in CODE
         if name(path) not in MAY_CATCH_EVERYTHING and not name(path).startswith("tests/")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ExceptHandler) and is_broad(node) and not reraises(node)
     ]
     assert broad == []
