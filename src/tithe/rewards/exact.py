@@ -130,6 +130,8 @@ def without_emphasis(text: str) -> str:
     >>> without_emphasis("**5** cm"), without_emphasis("2**3"), without_emphasis("3*4")
     ('5 cm', '2**3', '3*4')
     """
+    if "*" not in text:
+        return text.strip(" ")
     return _CLOSING_EMPHASIS.sub("", _EMPHASIS.sub(r"\2", text)).strip("* ")
 
 
