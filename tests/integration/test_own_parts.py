@@ -71,6 +71,8 @@ def test_chats_parts_and_stop_strings_in_an_asynchronous_run_that_recomputes(fil
         assert paid.get("format.1", 0.0) == (0.5 if any(c.isdigit() for c in text) else 0.0)
         if "a" in text or "e" in text:
             assert finish == "stop"
+    judging_s = [row["reward_s"] for row in metric_rows(out) if "generated_tok" in row]
+    assert sum(judging_s) > 0, "what grading took is told batch by batch"
     hard = query(out, "SELECT COUNT(*) FROM rollouts WHERE reward IS NULL AND cause IS NULL AND state != 'running'")
     assert hard[0][0] % 4 == 0, "abstentions come in whole groups here and are nobody's failure"
     prompts = {

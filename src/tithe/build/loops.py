@@ -39,8 +39,8 @@ from tithe.types import MetricSink, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
 METRICS_FILE = "metrics.jsonl"
-ENGINE_WORK = ("decode_s", "generated_tok", "prefill_s", "prefill_tok")
-"""Counters of the engine that go into the metrics, batch by batch."""
+ROLLOUT_WORK = ("decode_s", "generated_tok", "prefill_s", "prefill_tok", "reward_s")
+"""Counters of the engine and of the graders that go into the metrics, batch by batch."""
 
 
 def train_and_roll(
@@ -68,7 +68,7 @@ def train_and_roll(
     evaluator = Evaluator(session, run_dir, control) if evaluating else None
     plan = advantage_plan(cfg)
     with _sinks(cfg, run_dir, pool.serial) as fan:
-        sink = _Observed(fan, record, session.engine.stats)
+        sink = _Observed(fan, record, lambda: {**session.engine.stats(), **session.rewards.stats()})
         publisher = make_publisher(session, channel, sink)
         train_loop = TrainLoop(
             pool=pool,
@@ -168,8 +168,8 @@ def _train_plan(cfg: RunConfig, *, evaluating: bool) -> TrainPlan:
 
 
 class _Observed:
-    """Passes rows on, adds the engine's work of a batch to its row of the rollout side, and looks at the process's
-    memory at each. The work of an evaluation goes into no row.
+    """Passes rows on, adds the engine's and the graders' work of a batch to its row of the rollout side, and looks at
+    the process's memory at each. The work of an evaluation goes into no row.
     """
 
     def __init__(self, sink: MetricSink, record: RunRecord, work: Callable[[], Mapping[str, float]]) -> None:
@@ -178,7 +178,7 @@ class _Observed:
 
     def _counted(self) -> dict[str, float]:
         found = self._work()
-        return {name: found[name] for name in ENGINE_WORK if name in found}
+        return {name: found[name] for name in ROLLOUT_WORK if name in found}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._record.observe()

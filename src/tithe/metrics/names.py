@@ -94,7 +94,7 @@ METRICS: dict[str, MetricInfo] = {
     "prefill_s": _rollout("Reading prompts", "s"),
     "generated_tok": _rollout("Tokens drawn", "tokens"),
     "prefill_tok": _rollout("Prompt tokens read", "tokens"),
-    "reward_s": _rollout("Scoring", "s"),
+    "reward_s": _rollout("Judging, of all texts together", "s"),
     "eval_sampled": _eval("Right answers, sampled"),
     "eval_sampled_lo": _eval("Right answers, sampled, lower bound"),
     "eval_sampled_hi": _eval("Right answers, sampled, upper bound"),

@@ -62,7 +62,7 @@ def _machinery(run: RunData) -> list[Markup]:
     ages = [run.series("age_mean", "mean"), run.series("age_max", "oldest")]
     batches = Scale("batches", from_zero=True, whole=True)
     lost = [run.series("dropped_groups", "groups dropped"), run.series("failures", "rollouts failed")]
-    work = [run.series("sample_s", "sampling"), run.series("reward_s", "scoring")]
+    work = [run.series("sample_s", "sampling"), run.series("reward_s", "judging")]
     return [
         line_chart("Rollout speed", [run.series("tok_per_s")], Scale("tok/s", from_zero=True)),
         stacked_chart("Step time", step_parts(run), Scale("s")),

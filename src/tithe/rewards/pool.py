@@ -75,6 +75,7 @@ class RewardPool:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._judging_s = 0.0
         self._threads: list[threading.Thread] = []
         self._live: set[WorkerProcess] = set()
         self._is_closed = False
@@ -93,7 +94,7 @@ class RewardPool:
                 scores[function] = ModelScore(value, model.grader)
             if slot.failure is not None:
                 failed = RewardResult(None, reason=slot.failure.message, failure=slot.failure, grader=model.grader)
-                return self._counted(failed).timed(time.perf_counter() - began_s)
+                return self._counted(failed.timed(time.perf_counter() - began_s))
         return await asyncio.wrap_future(self.submit(item, text, info, scores))
 
     def submit(
@@ -125,9 +126,10 @@ class RewardPool:
             future.result()
 
     def stats(self) -> Mapping[str, float]:
-        """Counts since the start: scored, abstained (failures included), failed, timeouts, deaths, worker_starts."""
+        """Since the start: counts of scored, abstained (failures included), failed, timeouts, deaths, worker_starts;
+        `reward_s`, the seconds that judging took, of all texts together and without their waiting for a worker."""
         with self._lock:
-            return {f"reward_{name}": float(self._counts[name]) for name in _STATS}
+            return {f"reward_{name}": float(self._counts[name]) for name in _STATS} | {"reward_s": self._judging_s}
 
     def close(self) -> None:
         """Kill the workers and reap them; jobs that are queued or running end as cancelled. Idempotent; blocks."""
@@ -235,13 +237,14 @@ class RewardPool:
             self._finish(future, result, began_s)
 
     def _finish(self, future: Future[RewardResult], result: RewardResult, began_s: float | None = None) -> None:
-        self._counted(result)
-        future.set_result(result if began_s is None else result.timed(time.perf_counter() - began_s))
+        timed = result if began_s is None else result.timed(time.perf_counter() - began_s)
+        future.set_result(self._counted(timed))
 
     def _counted(self, result: RewardResult) -> RewardResult:
         with self._lock:
             self._counts["abstained" if result.value is None else "scored"] += 1
             self._counts["failed"] += result.failure is not None
+            self._judging_s += result.seconds
         return result
 
 

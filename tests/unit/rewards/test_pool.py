@@ -299,6 +299,9 @@ def test_the_math_reward_is_the_same_in_process_and_in_a_worker(in_process):
         nothing = pool.submit(PromptItem("x", answer=None), "7").result(timeout=60)
         assert (nothing.value, nothing.failure) == (None, None)
         assert pool.stats()["reward_worker_starts"] == (0.0 if in_process else 1.0)
+        before_s, last = pool.stats()["reward_s"], score(pool, "7")
+        assert last.seconds > 0
+        assert pool.stats()["reward_s"] == pytest.approx(before_s + last.seconds)
 
 
 def test_closing_cancels_what_is_queued_and_running(judges):
