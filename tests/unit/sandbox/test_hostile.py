@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
@@ -220,10 +221,11 @@ def remaining(sandbox) -> list[str]:
 def descendants(process: int) -> list[str]:
     found, queue = [], [process]
     while queue:
-        for file in Path(f"/proc/{queue.pop()}/task").glob("*/children"):
-            children = file.read_text().split()
-            found += children
-            queue += map(int, children)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            for file in Path(f"/proc/{queue.pop()}/task").glob("*/children"):
+                children = file.read_text().split()
+                found += children
+                queue += map(int, children)
     return found
 
 
