@@ -104,6 +104,7 @@ METRICS: dict[str, MetricInfo] = {
     "eval_readable": _eval("Readable answers, sampled"),
     "eval_greedy_readable": _eval("Readable answers, greedy"),
     "eval_failed": _eval("Failed answers, counted as wrong"),
+    "eval_is_reward": _eval("Scores are rewards and no shares of right answers"),
 }
 
 FAILURE_PREFIX = "failures_"

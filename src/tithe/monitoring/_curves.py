@@ -49,7 +49,10 @@ def _learning(run: RunData) -> list[Markup]:
     return [
         line_chart("Mean reward", [run.series("reward_mean")], _NO_UNIT),
         line_chart(
-            "Right answers, held out", scores, _PERCENT, note="Sampled at T = 1. Bars: 95 % intervals over questions."
+            "Mean reward, held out" if run.pays_scores else "Right answers, held out",
+            scores,
+            _NO_UNIT if run.pays_scores else _PERCENT,
+            note="Sampled at T = 1. Bars: 95 % intervals over questions.",
         ),
         line_chart("KL to the reference", [run.series("kl_mean")], _NATS),
         line_chart("Entropy", [run.series("entropy")], _NATS),

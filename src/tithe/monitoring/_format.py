@@ -39,6 +39,15 @@ def format_percent(fraction: float | None, decimals: int = 0) -> str:
     return f"{100 * fraction:.{decimals}f} %"
 
 
+def format_score(value: float | None, *, is_reward: bool) -> str:
+    """A held-out score: a share in percent, or a mean reward as it is.
+
+    >>> format_score(0.8512, is_reward=False), format_score(-1.62, is_reward=True)
+    ('85.1 %', '-1.62')
+    """
+    return format_number(value) if is_reward else format_percent(value, 1)
+
+
 def format_duration(seconds: float | None) -> str:
     """A span of time in its two largest units.
 

@@ -9,7 +9,7 @@ from statistics import median
 from markupsafe import Markup
 
 from tithe.metrics import finite_number
-from tithe.monitoring._format import format_bytes, format_duration, format_number, format_percent
+from tithe.monitoring._format import format_bytes, format_duration, format_number, format_percent, format_score
 from tithe.monitoring._page import section
 from tithe.monitoring._pool_view import PoolView
 from tithe.monitoring._run_data import RunData, rank_peaks
@@ -21,6 +21,8 @@ _SCORES = (
     ("Readable answers, greedy", "eval_greedy_readable", "minor"),
     ("Failed answers, taken as wrong", "eval_failed", "minor"),
 )
+_PAID = {"eval_sampled": "Mean reward, sampled at T = 1", "eval_greedy": "Mean reward, greedy"}
+"""What these scores are called where they are rewards and no shares of right answers."""
 _PLOT_WIDTH, _PLOT_HEIGHT, _PLOT_EDGE = 320, 30, 20
 
 
@@ -114,8 +116,9 @@ def result_section(run: RunData) -> Markup:
     before, after = run.before, run.after
     if before is None:
         return section("result", "Result", Markup("<p>No evaluation has been made yet.</p>"))
+    paid = run.pays_scores
     rows = Markup("").join(
-        _score_row(label, name, css, before, after)
+        _score_row(label, name, css, before, after, is_reward=paid and name in _PAID)
         for label, name, css in _SCORES
         if name in before or name in (after or {})
     )
@@ -124,17 +127,19 @@ def result_section(run: RunData) -> Markup:
         '<th scope="col">Before</th><th scope="col">After</th><th scope="col">Change</th>'
         '<th scope="col" class="plot">{}</th></tr></thead><tbody>{}</tbody><caption>{}</caption></table></div>'
     ).format(_plot_axis(), rows, _caption(before, after))
-    return section("result", "Result", table, about=_verdict(before, after))
+    return section("result", "Result", table, about=_verdict(before, after, paid=paid))
 
 
-def _verdict(before: Mapping[str, float], after: Mapping[str, float] | None) -> str:
+def _verdict(before: Mapping[str, float], after: Mapping[str, float] | None, *, paid: bool) -> str:
     if after is None:
         return "Only the base has been evaluated so far; there is nothing to compare with yet."
     was, now = before.get("eval_sampled"), after.get("eval_sampled")
     if was is None or now is None:
         return ""
     moved = "rose" if now > was else "fell" if now < was else "stayed the same"
-    sentence = f"Right answers at temperature 1 {moved} from {format_percent(was, 1)} to {format_percent(now, 1)}"
+    what = "The mean reward" if paid else "Right answers"
+    span = " to ".join(format_score(score, is_reward=paid) for score in (was, now))
+    sentence = f"{what} at temperature 1 {moved} from {span}"
     low, high = (before, after) if now >= was else (after, before)
     ceiling, floor = low.get("eval_sampled_hi"), high.get("eval_sampled_lo")
     if ceiling is not None and floor is not None and ceiling >= floor:
@@ -157,32 +162,41 @@ def _caption(before: Mapping[str, float], after: Mapping[str, float] | None) -> 
 
 
 def _score_row(
-    label: str, name: str, css: str, before: Mapping[str, float], after: Mapping[str, float] | None
+    label: str,
+    name: str,
+    css: str,
+    before: Mapping[str, float],
+    after: Mapping[str, float] | None,
+    *,
+    is_reward: bool,
 ) -> Markup:
     return Markup(
         '<tr class="{}"><th scope="row">{}</th><td>{}</td><td>{}</td><td>{}</td><td class="plot">{}</td></tr>'
     ).format(
         css,
-        label,
-        _score(before, name),
-        _score(after or {}, name),
-        _change(before, after, name),
-        _plot(before, after, name),
+        _PAID[name] if is_reward else label,
+        _score(before, name, is_reward=is_reward),
+        _score(after or {}, name, is_reward=is_reward),
+        _change(before, after, name, is_reward=is_reward),
+        Markup("") if is_reward else _plot(before, after, name),
     )
 
 
-def _score(values: Mapping[str, float], name: str) -> Markup:
+def _score(values: Mapping[str, float], name: str, *, is_reward: bool) -> Markup:
     lo, hi = values.get(f"{name}_lo"), values.get(f"{name}_hi")
     interval = Markup("")
     if lo is not None and hi is not None:
-        interval = Markup('<span class="ci">[{:.1f}, {:.1f}]</span>').format(100 * lo, 100 * hi)
-    return Markup("<b>{}</b>{}").format(format_percent(values.get(name), 1), interval)
+        ends = f"[{lo:.2f}, {hi:.2f}]" if is_reward else f"[{100 * lo:.1f}, {100 * hi:.1f}]"
+        interval = Markup('<span class="ci">{}</span>').format(ends)
+    return Markup("<b>{}</b>{}").format(format_score(values.get(name), is_reward=is_reward), interval)
 
 
-def _change(before: Mapping[str, float], after: Mapping[str, float] | None, name: str) -> Markup:
+def _change(before: Mapping[str, float], after: Mapping[str, float] | None, name: str, *, is_reward: bool) -> Markup:
     was, now = before.get(name), (after or {}).get(name)
     if was is None or now is None:
         return Markup("—")
+    if is_reward:
+        return Markup('<span class="{}">{:+.2f}</span>').format("up" if now > was else "down", now - was)
     points = round(100 * (now - was), 1)
     sign, css = ("+", "up") if points > 0 else ("-", "down") if points < 0 else ("±", "")
     if name == "eval_failed":

@@ -43,6 +43,11 @@ class RunData:
         return max((row["step"] for row in trained), default=0)
 
     @property
+    def pays_scores(self) -> bool:
+        """Whether held-out scores are rewards, because one of them lay outside 0 to 1."""
+        return any(row.get("eval_is_reward") for row in self.evals)
+
+    @property
     def before(self) -> Mapping[str, float] | None:
         """The first evaluation."""
         return self.evals[0] if self.evals else None

@@ -167,7 +167,8 @@ class ProgressView:
     def _evaluation(self) -> str:
         if not any(name in self._latest for name in ("eval_sampled", "eval_greedy")):
             return ""
-        sampled, greedy = (format_percent(self._latest.get(name)) for name in ("eval_sampled", "eval_greedy"))
+        shown = format_number if self._latest.get("eval_is_reward") else format_percent
+        sampled, greedy = (shown(self._latest.get(name)) for name in ("eval_sampled", "eval_greedy"))
         return f"{sampled} sampled, {greedy} greedy (step {self._eval_step})"
 
     def _panel(self) -> Group:

@@ -62,13 +62,16 @@ class Evaluation:
 
     def row(self, *, seed: int) -> dict[str, float]:
         """The metric row: means with 95 % intervals, bootstrapped over questions with `seed`. `eval_failed`, the share
-        of all answers that failed, is in it where there is any.
+        of all answers that failed, is in it where there is any; `eval_is_reward` where a score lies outside 0 to 1, so
+        that the means are no shares of right answers.
         """
         sampled = bootstrap_ci([[answer.score for answer in q.sampled] for q in self.questions], seed=seed)
         greedy = bootstrap_ci([q.greedy.score for q in self.questions], seed=seed)
         failed, asked = len(self.failures()), sum(len(q.sampled) + 1 for q in self.questions)
+        scores = [answer.score for q in self.questions for answer in (*q.sampled, q.greedy)]
         return {
             **({"eval_failed": failed / asked} if failed else {}),
+            **({"eval_is_reward": 1.0} if min(scores) < 0 or max(scores) > 1 else {}),
             "eval_sampled": sampled.mean,
             "eval_sampled_lo": sampled.lo,
             "eval_sampled_hi": sampled.hi,

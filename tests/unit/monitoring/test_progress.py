@@ -230,6 +230,22 @@ def test_the_summary_table_shows_falls_gaps_and_what_was_asked():
     assert len(lines) == 5
 
 
+def test_rewards_are_no_percentages(plain, clock):
+    view, stream = plain
+    clock.now_s = 5.0
+    paid = {"eval_sampled": 2.71, "eval_sampled_lo": 1.82, "eval_sampled_hi": 3.71, "eval_greedy": -0.5}
+    view.write(0, {**paid, "eval_is_reward": 1.0})
+    assert "eval 2.71 sampled, -0.5 greedy (step 0)" in stream.getvalue()
+    after = {"eval_sampled": 0.9, "eval_sampled_lo": 0.5, "eval_sampled_hi": 1.0, "eval_greedy": 1.0, "questions": 8}
+    lines = summary_table({**paid, "eval_is_reward": 1.0, "eval_readable": 0.5}, after).splitlines()
+    assert [" ".join(line.split()) for line in lines[1:4]] == [
+        "reward, sampled at T = 1 2.71 [1.82, 3.71] 0.9 [0.50, 1.00] -1.81",
+        "readable, sampled 50.0 % — —",
+        "reward, greedy -0.5 1 +1.50",
+    ]
+    assert lines[4] == "8 held-out questions; rewards as they are, with 95 % intervals over questions"
+
+
 def test_the_summary_table_tells_failed_answers_from_wrong_ones():
     lines = summary_table({"eval_sampled": 0.0, "eval_failed": 1.0}).splitlines()
     assert [line.split() for line in lines[1:]] == [

@@ -111,6 +111,19 @@ def test_the_table_says_what_the_evaluations_say(run_dir):
     assert page.says("60 held-out questions; 4 samples each at T = 1")
 
 
+def test_rewards_are_no_percentages(run_dir):
+    for at, path in enumerate(sorted((run_dir / "eval").iterdir())):
+        paid = {"eval_sampled": at - 1.25, "eval_sampled_lo": at - 2.0, "eval_sampled_hi": at - 1.0}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **paid, "eval_is_reward": 1.0}))
+    last = len(list((run_dir / "eval").iterdir())) - 1
+    page = Page(build_report(run_dir))
+    assert page.says(f"The mean reward at temperature 1 rose from -1.25 to {last - 1.25:.2f}")
+    assert page.says(f"Mean reward, sampled at T = 1 -1.25 [-2.00, -1.00] {last - 1.25:.2f}")
+    assert page.says("Mean reward, held out")
+    assert page.says("Readable answers, sampled")
+    assert not page.says("Right answers")
+
+
 def test_overlapping_intervals_are_called_chance(run_dir):
     for path in (run_dir / "eval").iterdir():
         values = json.loads(path.read_text())

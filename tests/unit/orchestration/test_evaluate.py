@@ -51,6 +51,10 @@ def test_every_question_is_answered_greedily_once_and_sampled_k_times(engine):
     assert row["eval_greedy"] == pytest.approx(sum(q.greedy.score for q in result.questions) / 10)
     assert row["eval_readable"] == row["eval_greedy_readable"] == 1.0
     assert "eval_failed" not in row
+    assert "eval_is_reward" not in row
+    paid = replace(result.questions[0].greedy, score=1.5)
+    more = replace(result, questions=(replace(result.questions[0], greedy=paid), *result.questions[1:]))
+    assert more.row(seed=0)["eval_is_reward"] == 1.0
 
 
 def test_the_same_policy_gives_the_same_answers_and_another_gives_others(engine):
