@@ -104,7 +104,7 @@ def pairs() -> Iterator[dict[str, Any]]:
 
 
 def questions() -> list[dict[str, Any]]:
-    """The rows of the run: `task.source: examples.reward_pairs:questions`."""
+    """The rows of the run: `task.source: examples/reward_pairs.py:questions`."""
     return [{"prompt": question(kind), "answer": words} for kind, words in KINDS.items()]
 
 

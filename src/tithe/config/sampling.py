@@ -15,7 +15,6 @@ LARGEST_OPERAND = 1_000_000
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _FILE_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
-_GYM = re.compile(r"reasoning_gym:[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"(sums|products)(:[0-9]{1,7})?")
 
 
@@ -23,29 +22,35 @@ REWARD_MODEL = "model:"
 """Begins the name of a reward model; its directory follows."""
 
 
-def _reward_function(value: str) -> str:
+def _user_function(value: str) -> str | None:
+    """`module:function` as it is, `file.py:function` with the file's whole path; None for anything else."""
     match = _FILE_FUNCTION.fullmatch(value)
     if match:
         return f"{absolute_path(match['file'])}:{match['name']}"
+    return value if _FUNCTION.fullmatch(value) else None
+
+
+def _reward_function(value: str) -> str:
     if value == "tool_use":
         return "tithe.rewards.tool_use:score"
     if value == "code":
         return "tithe.rewards.code:score"
     if value.startswith(REWARD_MODEL) and value != REWARD_MODEL:
         return f"{REWARD_MODEL}{absolute_path(value.removeprefix(REWARD_MODEL))}"
-    if value in ("math", "symbolic_math") or _FUNCTION.fullmatch(value):
+    if value in ("math", "symbolic_math"):
         return value
+    if (function := _user_function(value)) is not None:
+        return function
     raise ValueError("is neither `math` nor a function")
 
 
 def _tool(value: str) -> str:
-    match = _FILE_FUNCTION.fullmatch(value)
-    if match:
-        return f"{absolute_path(match['file'])}:{match['name']}"
     if value.startswith("search:"):
         return f"search:{absolute_path(value.removeprefix('search:'))}"
-    if value in ("calculator", "python") or _FUNCTION.fullmatch(value):
+    if value in ("calculator", "python"):
         return value
+    if (function := _user_function(value)) is not None:
+        return function
     raise ValueError("is neither `calculator`, `python`, `search:FOLDER` nor a function")
 
 
@@ -59,8 +64,8 @@ def _task_source(value: str) -> str:
         if int(value.partition(":")[2] or 1) not in range(1, LARGEST_OPERAND + 1):
             raise ValueError(f"has a largest operand outside 1 to {LARGEST_OPERAND}")
         return value
-    if _GYM.fullmatch(value) or _FUNCTION.fullmatch(value):
-        return value
+    if (function := _user_function(value)) is not None:  # reasoning_gym:NAME, too
+        return function
     if value.endswith((".jsonl", ".parquet")):
         return absolute_path(value)
     if value.endswith("/") or Path(value).is_dir():
@@ -73,7 +78,7 @@ TaskSource = Annotated[
     Field(
         json_schema_extra={
             "allowed": "sums, products, sums:LARGEST, reasoning_gym:NAME, a .jsonl or .parquet file, a dataset's "
-            "folder/, or module:function"
+            "folder/, module:function, or path/file.py:function"
         }
     ),
     AfterValidator(_task_source),
@@ -239,8 +244,8 @@ class TaskSettings(Section):
 
     source: TaskSource = "sums"
     """`sums` or `products` (built in, with operands from 0 to 12, or to N as `products:N`), `reasoning_gym:NAME` (needs
-    that package), a JSONL or Parquet file, a folder that the library `datasets` wrote, or `module:function` that
-    returns rows."""
+    that package), a JSONL or Parquet file, a folder that the library `datasets` wrote, or a function of yours that
+    returns rows (`module:function` or `path/file.py:function`)."""
 
     prompt_column: str = Field(default="prompt", min_length=1)
     """Column with the prompt: text, or a list of chat messages with `role` and `content`. A row without it that has a
@@ -263,7 +268,11 @@ class TaskSettings(Section):
     tools: Annotated[
         tuple[Annotated[str, AfterValidator(_tool)], ...],
         as_tuple,
-        Field(json_schema_extra={"allowed": "a list of calculator, python, search:FOLDER, module:function"}),
+        Field(
+            json_schema_extra={
+                "allowed": "a list of calculator, python, search:FOLDER, module:function, path/file.py:function"
+            }
+        ),
     ] = ()
     """What the policy may call: `calculator`, `python` (programs in the sandbox), `search:FOLDER` (text files), or a
     type-hinted function of yours, which runs in this process. With tools an episode is a conversation, and

@@ -92,6 +92,10 @@ def test_relative_paths_start_at_the_current_directory(tmp_path, monkeypatch):
     assert cfg.task.source == str(tmp_path / "rows.jsonl")
     assert cfg.reward.function == f"{tmp_path / 'grade.py'}:score"
     assert cfg.run.dir == str(tmp_path / "runs" / "run")
+    cfg = load_config(None, ["task.source=made/tasks.py:rows", "task.tools=[made/tools.py:look, calculator]"])
+    assert cfg.task.source == f"{tmp_path / 'made' / 'tasks.py'}:rows"
+    assert cfg.task.tools == (f"{tmp_path / 'made' / 'tools.py'}:look", "calculator")
+    assert load_config(None, ["task.source=reasoning_gym:gcd"]).task.source == "reasoning_gym:gcd"
     cfg = load_config(None, ["task.source=pkg.mod:rows", "reward.function=pkg.mod:score", "model.path=~/m"])
     assert (cfg.task.source, cfg.reward.function) == ("pkg.mod:rows", "pkg.mod:score")
     assert "~" not in str(cfg.model.path)
