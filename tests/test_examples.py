@@ -90,7 +90,6 @@ def test_the_run_file_finds_its_data_and_its_reward(monkeypatch):
         assert grader.grade(item, "It is", {"finish": "length", "token_ids": []}).value == pytest.approx(-0.2)
 
 
-@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # reasoning_gym's own, when it is compiled for the first time
 @pytest.mark.parametrize("name", ["code", "calculator", "reasoning"])
 def test_every_run_file_loads_with_its_task(monkeypatch, name):
     monkeypatch.chdir(ROOT)

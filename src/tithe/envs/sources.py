@@ -15,6 +15,7 @@ from tithe.envs.rows import Columns, ReadRows, read_jsonl, read_objects
 from tithe.envs.tables import is_table, read_table
 from tithe.errors import ConfigError, DataError, FailureCause, boundary
 from tithe.rewards import load_function
+from tithe.rewards.gym import import_gym
 
 MAX_BUILT_IN: Final = 20_000
 """Most questions a built-in source gives; with large operands they are a random choice."""
@@ -80,7 +81,7 @@ def _operand_pairs(max_operand: int, seed: int) -> Iterator[tuple[int, int]]:
 
 def _gym_rows(name: str, n_rows: int, seed: int, key: str) -> Iterator[dict[str, Any]]:
     try:
-        import reasoning_gym  # noqa: PLC0415  an optional package that takes a second to import
+        reasoning_gym = import_gym()
     except ImportError as error:
         raise ConfigError(
             f"{key}: reasoning_gym:{name} needs the package reasoning-gym (pip install 'tithe[tasks]'): {error}", key

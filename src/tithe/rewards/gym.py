@@ -7,8 +7,11 @@ asked only about answers in which nothing can be called but a function of mathem
 
 from __future__ import annotations
 
+import importlib
 import re
+import warnings
 from functools import lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from tithe.rewards.extraction import AnswerForm, find_answer
@@ -45,11 +48,20 @@ def score(item: PromptItem, text: str) -> float:
     return float(_grader(dataset)(answer=answer, entry=entry))
 
 
+def import_gym() -> ModuleType:
+    """The package reasoning-gym, without the warnings that some of its own packages give when they are compiled. It
+    takes a second to import, and several on a busy machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return importlib.import_module("reasoning_gym")
+
+
 @lru_cache
 def _grader(dataset: str) -> Any:
-    import reasoning_gym  # noqa: PLC0415  a second to import
+    return import_gym().get_score_answer_fn(dataset)
 
-    return reasoning_gym.get_score_answer_fn(dataset)
+
+vars(score)["prepare"] = import_gym
 
 
 def _is_float(text: str) -> bool:

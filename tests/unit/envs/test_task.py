@@ -282,7 +282,6 @@ def test_a_function_returns_rows_or_items(tmp_path, monkeypatch):
         load_task(TaskSettings(source="no_such_task:rows"))
 
 
-@pytest.mark.filterwarnings("ignore:::reasoning_gym")
 def test_reasoning_gym_questions_and_graders():
     pytest.importorskip("reasoning_gym")
     from tithe.rewards.gym import score

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tithe.rewards import gym
+from tithe.rewards import RewardSpec, gym
+from tithe.rewards.grading import Grader
 from tithe.types import PromptItem
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -15,6 +16,15 @@ def question(dataset):
     entry = reasoning_gym.create_dataset(dataset, seed=3, size=1)[0]
     messages = ({"role": "user", "content": entry["question"]},)
     return PromptItem("q", messages=messages, answer=str(entry["answer"]), extra={"metadata": entry["metadata"]}), entry
+
+
+def test_a_worker_imports_the_package_before_its_first_judgement(monkeypatch):
+    """Seconds on a busy machine, which would count as the first answer's own."""
+    loaded = []
+    assert gym.score.prepare is gym.import_gym
+    monkeypatch.setattr(gym.score, "prepare", lambda: loaded.append(gym.import_gym()))
+    Grader(RewardSpec("tithe.rewards.gym:score"))
+    assert loaded == [reasoning_gym]
 
 
 @pytest.mark.parametrize("dataset", sorted(gym.EVALUATED))
