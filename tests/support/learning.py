@@ -20,6 +20,7 @@ from torch import Tensor
 from support.decoders import random_adapter
 from tithe.advantages import batch_advantages
 from tithe.engines import SharedEngine
+from tithe.engines.admission import own_pages
 from tithe.engines.cache import PromptCache
 from tithe.engines.sequences import LiveVersion, Prompt
 from tithe.lora import LoraSpec, init_tensors
@@ -132,12 +133,12 @@ def train(learner: Trainer | FullTrainer, what: TrainingBatch) -> StepResult:
 class Forgetful(PromptCache):
     """A prompt cache whose keys lack the version: what D01 warns of."""
 
-    def acquire(self, version: LiveVersion, tokens: tuple[int, ...], own: int) -> tuple[Prompt, list[int]] | None:
+    def acquire(self, version: LiveVersion, request: GenerateRequest) -> tuple[Prompt, list[int]] | None:
         for prompt in list(self._prompts.values()):
-            if prompt.tokens == tokens and prompt.ready:
+            if prompt.tokens == request.prompt_ids and prompt.ready:
                 prompt.users += 1
-                return prompt, self.allocator.take(own)
-        return super().acquire(version, tokens, own)
+                return prompt, self.allocator.take(own_pages(request))
+        return super().acquire(version, request)
 
 
 class ManualLane(Lane):

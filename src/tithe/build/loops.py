@@ -39,7 +39,7 @@ from tithe.types import MetricSink, RolloutGroup
 from tithe.weight_sync import DirectoryChannel
 
 METRICS_FILE = "metrics.jsonl"
-ROLLOUT_WORK = ("decode_s", "generated_tok", "prefill_s", "prefill_tok", "reward_s")
+ROLLOUT_WORK = ("decode_s", "generated_tok", "prefill_s", "prefill_tok", "reused_tok", "reward_s")
 """Counters of the engine and of the graders that go into the metrics, batch by batch."""
 
 

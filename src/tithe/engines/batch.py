@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tithe.engines.sequences import LiveVersion
+from tithe.engines.sequences import LiveVersion, Running
 from tithe.errors import EngineError, PublishRefused
-from tithe.models import ForwardPlan, Ranks, Segment, serve
+from tithe.models import Draws, ForwardPlan, Ranks, Segment, serve
 from tithe.types import ExpertArray
 
 Owner = TypeVar("Owner")
@@ -121,6 +121,19 @@ class Forwards:
     def _any_has_rows(self, own: bool) -> bool:
         told = self._ranks.all_gather(torch.tensor([own]))
         return any(bool(one) for one in told)
+
+
+def draws(ready: Sequence[Running]) -> Draws:
+    """How each request's next token is drawn."""
+    params = [s.request.params for s in ready]
+    counters = [(p.seed, p.group, p.sample, len(s.tokens)) for p, s in zip(params, ready, strict=True)]
+    return Draws(
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_k=np.array([p.top_k for p in params], np.int32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        counters=np.array(counters, np.int64),
+    )
 
 
 def write_table(plan: ForwardPlan, slot: int, pages: list[int]) -> None:

@@ -34,7 +34,8 @@ class Prompt:
     """A prompt's keys and values under one version, shared by every request with the same (adapter name, tokens).
 
     Positions below `computed` are in `pages`; `last_x` [H] is the residual row that predicts the first completion
-    token. `slot` is its row of the block table; `users` counts the running requests that read it.
+    token. `slot` is its row of the block table; `users` counts the running requests that read it; `used` says when it
+    was wanted last.
     """
 
     version: LiveVersion
@@ -44,6 +45,7 @@ class Prompt:
     computed: int = 0
     last_x: Tensor | None = None
     users: int = 0
+    used: int = 0
     experts: list[ExpertArray] = field(default_factory=list)
     """What its rows took, a piece a prefill."""
 
@@ -51,6 +53,22 @@ class Prompt:
     def ready(self) -> bool:
         """Whether samples can start."""
         return self.last_x is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a request has left behind that may be continued: the keys and values of its prompt and of all that was
+    drawn, less the last token, all computed under one version.
+
+    Whole pages may be shared with prompts; the last one, where it is partly filled, is nobody else's.
+    """
+
+    version: LiveVersion
+    group: int
+    tokens: tuple[int, ...]
+    pages: list[int]
+    experts: list[ExpertArray]
+    used: int
 
 
 @dataclass(eq=False)
@@ -67,7 +85,7 @@ class Running:
     """A request that has begun: lists grow by one per drawn token.
 
     `computed` positions are in the pages (0 until the prompt is ready). `own` are the pages behind the prompt's shared
-    ones.
+    ones. `is_mixed`: several versions have computed them.
     """
 
     request: GenerateRequest
@@ -78,6 +96,7 @@ class Running:
     own: list[int]
     computed: int = 0
     cancelled: bool = False
+    is_mixed: bool = False
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)

@@ -19,12 +19,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tithe.engines.admission import check_origin, own_pages, problem_of
-from tithe.engines.batch import Forwards, Work, write_table
+from tithe.engines.admission import check_origin, problem_of
+from tithe.engines.batch import Forwards, Work, draws, write_table
 from tithe.engines.cache import PromptCache
 from tithe.engines.sequences import BASE, CLOSED, LiveVersion, Prompt, Running, Waiting, completion, refuse, resolve
 from tithe.errors import AdapterError, EngineError
-from tithe.models import ALONE, PAGE, Decoder, Draws, ForwardPlan, Head, KVPages, Lane, Ranks
+from tithe.models import ALONE, PAGE, Decoder, ForwardPlan, Head, KVPages, Lane, Ranks
 from tithe.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tithe.weight_sync import Probe, compare_probe, load_published
 
@@ -120,7 +120,7 @@ class SharedEngine:
         return problem_of(request, self.decoder, self.pages.pages, can_decode=self._decode is not None)
 
     def cancel(self, group: int) -> None:
-        """End all requests of a group with FinishReason.CANCELLED."""
+        """End all requests of a group with FinishReason.CANCELLED; what others have left behind is not kept."""
         with self._lock:
             for seq in self._running:
                 seq.cancelled = seq.cancelled or seq.request.params.group == group
@@ -129,6 +129,7 @@ class SharedEngine:
             self._idle.notify_all()
         for w in gone:
             resolve(w.future, completion([], [], [], [], FinishReason.CANCELLED))
+        self.lane.submit(self._cache.drop_group, group)
         if gone:
             self.lane.submit(self._forget_unused)
         self.lane.wake()
@@ -143,6 +144,7 @@ class SharedEngine:
         with self._lock:
             return {
                 **self._counts,
+                "reused_tok": float(self._cache.reused_tok),
                 "running": float(len(self._running)),
                 "waiting": float(len(self._waiting)),
                 "live_versions": float(len(self._live) + len(self._dropped)),
@@ -248,7 +250,7 @@ class SharedEngine:
             followers = [s for s in self._running if s.request.adapter is None]
         for seq in followers:
             if self.on_publish == "keep" and seq.computed:
-                seq.version = version
+                seq.is_mixed, seq.version = seq.is_mixed or seq.version is not version, version
             else:
                 self._rebuild(seq, version)
         self._forget_unused()
@@ -258,10 +260,10 @@ class SharedEngine:
 
         When pages are too few for one more copy of its prompt, it finishes under the version it has.
         """
-        got = self._cache.acquire(version, seq.request.prompt_ids, own_pages(seq.request))
+        got = self._cache.acquire(version, seq.request)
         if got is not None:
             self._cache.release(seq.prompt, seq.own)
-            seq.version, seq.computed = version, 0
+            seq.version, seq.computed, seq.is_mixed = version, 0, False
             seq.prompt, seq.own = got
             seq.experts.clear()
 
@@ -341,12 +343,12 @@ class SharedEngine:
                 if not self._waiting:
                     return
                 w = self._waiting[0]
-                got = self._cache.acquire(w.version, w.request.prompt_ids, own_pages(w.request))
+                got = self._cache.acquire(w.version, w.request)
                 if got is None:
                     return  # pages come back when running requests finish
                 self._waiting.popleft()
                 prompt, own = got
-                is_new = prompt.computed == 0 and prompt.users == 1
+                is_new = not prompt.ready and prompt.users == 1
                 self._counts["prompt_misses" if is_new else "prompt_hits"] += 1
                 self._running.append(Running(w.request, w.future, w.version, self._slots.pop(), prompt, own))
 
@@ -417,18 +419,7 @@ class SharedEngine:
         return len(ready)
 
     def _draw(self, ready: list[Running], x: torch.Tensor) -> None:
-        params = [s.request.params for s in ready]
-        counters = [(p.seed, p.group, p.sample, len(s.tokens)) for p, s in zip(params, ready, strict=True)]
-        drawn = self._head.sample(
-            x,
-            Draws(
-                temperature=np.array([p.temperature for p in params], np.float32),
-                top_k=np.array([p.top_k for p in params], np.int32),
-                top_p=np.array([p.top_p for p in params], np.float32),
-                min_p=np.array([p.min_p for p in params], np.float32),
-                counters=np.array(counters, np.int64),
-            ),
-        )
+        drawn = self._head.sample(x, draws(ready))
         finished: dict[FinishReason, list[Running]] = {FinishReason.STOP: [], FinishReason.LENGTH: []}
         for i, seq in enumerate(ready):
             seq.tokens.append(int(drawn.token[i]))
@@ -449,7 +440,10 @@ class SharedEngine:
             self._running = [s for s in self._running if id(s) not in gone]
             self._counts["completions"] += len(sequences)
         for seq in sequences:
-            self._cache.release(seq.prompt, seq.own)
+            if reason is FinishReason.STOP and seq.request.may_continue and not seq.is_mixed:
+                self._cache.keep(seq)
+            else:
+                self._cache.release(seq.prompt, seq.own)
             self._slots.append(seq.slot)
             resolve(seq.future, seq.completion(reason))
         if self._dropped:
@@ -470,7 +464,7 @@ class SharedEngine:
         problem = self._problem(request)
         if problem is not None or not all(0 <= token < self.decoder.n_tokens for token in target):
             raise EngineError(f"cannot score: {problem or 'a target token lies outside the vocabulary'}")
-        got = self._cache.acquire(version, prompt, own_pages(request))
+        got = self._cache.acquire(version, request)
         while got is None:
             assert self._running, "idle prompts give their pages back, so only running requests hold any"
             try:
@@ -478,7 +472,7 @@ class SharedEngine:
             except BaseException as error:
                 self.fail(error)
                 raise
-            got = self._cache.acquire(version, prompt, own_pages(request))
+            got = self._cache.acquire(version, request)
         entry, own = got
         try:
             while not entry.ready:

@@ -37,6 +37,10 @@ STICKY = 8
 above the rank with the fewest."""
 
 
+REMEMBERED = 1024
+"""Groups of which it is remembered where their conversations lie."""
+
+
 @dataclass(frozen=True)
 class Begin:
     """Requests: (number, rank, request)."""
@@ -193,6 +197,8 @@ class SpreadEngine:
         """Everything that has not ended, queued requests too."""
         self._place: dict[int, int] = {}
         self._home: dict[int, int] = {}
+        self._left: dict[int, dict[tuple[int, ...], int]] = {}
+        """By group: where requests that may be continued have left what they computed (at most; it may be gone)."""
         lane.add_ticker(self)
 
     # ------------------------------------------------------------------ requests
@@ -217,10 +223,11 @@ class SpreadEngine:
         with self._lock:
             queued = [n for n, request in self._queued.items() if request.params.group == group]
             gone = [self._close(n) for n in queued]
-            is_open = any(request.params.group == group for request, _ in self._open.values())
+            is_known = group in self._left or any(request.params.group == group for request, _ in self._open.values())
+            self._left.pop(group, None)
         for future in gone:
             resolve(future, completion([], [], [], [], FinishReason.CANCELLED))
-        if is_open:
+        if is_known:
             self._lane.submit(self._orders.give, Cancel(group, ()))
 
     def drain(self, timeout_s: float) -> bool:
@@ -282,8 +289,14 @@ class SpreadEngine:
         self._orders.give(Begin(placed))
 
     def _choose(self, number: int, request: GenerateRequest) -> int:
-        """The rank with the fewest requests, or the one that took the group's last if it has hardly more."""
+        """The rank that has what the request continues; else the one with the fewest requests, or the one that took the
+        group's last if it has hardly more."""
         size, group = self._orders.ranks.size, request.params.group
+        left = self._left.get(group, {})
+        begins = [tokens for tokens in left if request.prompt_ids[: len(tokens)] == tokens]
+        if begins:
+            self._place[number] = left[max(begins, key=len)]
+            return self._place[number]
         load = Counter(self._place.values())
         fewest = min(range(size), key=lambda rank: (load[rank], rank))
         home = self._home.get(group, fewest)
@@ -297,12 +310,23 @@ class SpreadEngine:
             with self._idle:
                 if one.number not in self._open:
                     continue  # its caller had given it up
+                self._remember(one)
                 future = self._close(one.number)
                 self._idle.notify_all()
             if one.answer is None:
                 refuse(future, EngineError(one.problem))
             else:
                 resolve(future, one.answer)
+
+    def _remember(self, one: Ended) -> None:
+        """On which rank a request's keys and values may be continued."""
+        request, _ = self._open[one.number]
+        if one.answer is None or one.answer.finish is not FinishReason.STOP or not request.may_continue:
+            return
+        left = self._left.setdefault(request.params.group, {})
+        left[(*request.prompt_ids, *one.answer.token_ids.tolist())] = self._place[one.number]
+        if len(self._left) > REMEMBERED:
+            del self._left[next(iter(self._left))]
 
     def _close(self, number: int) -> Future[Completion]:
         request, future = self._open.pop(number)

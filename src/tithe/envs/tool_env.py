@@ -78,7 +78,8 @@ class ToolEnv:
     async def _converse(self, talk: _Conversation, generate: GenerateFn) -> None:
         for turn in range(self._rules.max_turns):
             with boundary(FailureCause.ENGINE) as engine:
-                completion = await generate(talk.request(turn, self._stops))
+                request = talk.request(turn, self._stops, may_continue=turn + 1 < self._rules.max_turns)
+                completion = await generate(request)
             if engine.failure is not None:
                 talk.failure = engine.failure
                 return
@@ -141,7 +142,7 @@ class _Conversation:
         """Prompt and everything after it, less the last ids."""
         return (*self.first.prompt_ids, *self.ids[: len(self.ids) - without])
 
-    def request(self, turn: int, stops: tuple[str, ...]) -> GenerateRequest:
+    def request(self, turn: int, stops: tuple[str, ...], *, may_continue: bool) -> GenerateRequest:
         """The next turn's."""
         params = self.first.params
         turned = replace(
@@ -150,7 +151,7 @@ class _Conversation:
             stop_strings=(*params.stop_strings, *stops),
             sample=params.sample + turn * TURN_STRIDE,
         )
-        return replace(self.first, prompt_ids=self.prompt_ids(), params=turned)
+        return replace(self.first, prompt_ids=self.prompt_ids(), params=turned, may_continue=may_continue)
 
     def take(self, completion: Completion) -> None:
         """A reply of the model."""

@@ -94,6 +94,7 @@ METRICS: dict[str, MetricInfo] = {
     "prefill_s": _rollout("Reading prompts", "s"),
     "generated_tok": _rollout("Tokens drawn", "tokens"),
     "prefill_tok": _rollout("Prompt tokens read", "tokens"),
+    "reused_tok": _rollout("Prompt tokens known from the turn before", "tokens"),
     "reward_s": _rollout("Judging, of all texts together", "s"),
     "eval_sampled": _eval("Right answers, sampled"),
     "eval_sampled_lo": _eval("Right answers, sampled, lower bound"),

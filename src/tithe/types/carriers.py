@@ -71,6 +71,8 @@ class SamplingParams:
 class GenerateRequest:
     """One completion to be drawn, as a message that can be serialised. `adapter` is the published name of the
     policy (`None`: the bare base). Requests of one group with equal `prompt_ids` share the prompt's prefill.
+    `may_continue`: another request of the group may begin with this one's tokens, as a conversation's next turn does.
+    What was computed is then kept in memory when the answer has stopped.
 
     >>> GenerateRequest(prompt_ids=(1, 5, 9), params=SamplingParams(), adapter="run-0-v3-1a2b3c4d").adapter
     'run-0-v3-1a2b3c4d'
@@ -79,6 +81,7 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     adapter: str | None = None
+    may_continue: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from tithe.build.crew import WIRE
 from tithe.engines import EngineShare, Here, SharedEngine, SpreadEngine
 from tithe.errors import EngineError, PublishRefused
 from tithe.models import ALONE, Decoder, Lane, Orders, Ranks, Stop, load_model, on_ranks
-from tithe.types import Completion, FinishReason
+from tithe.types import Completion, FinishReason, GenerateRequest
 from tithe.weight_sync import read_manifest
 
 OPTIONS: dict[str, Any] = {"max_running": 4, "kv_bytes": 1 << 20, "prefill_tokens": 32}
@@ -173,6 +173,41 @@ def test_requests_of_a_group_stay_together_while_ranks_are_even(tmp_path: Path, 
     counts = [ranks.count(rank) for rank in range(4)]
     assert max(counts) - min(counts) <= 8
     assert sum(len({r for r, own in zip(ranks, groups, strict=True) if own == g}) for g in range(32)) <= 80
+
+
+def test_a_conversation_goes_on_where_its_keys_and_values_are(tmp_path: Path, base: Path) -> None:
+    spread = {"decode": lambda ids: "x" * len(ids)}
+    asked = [
+        replace(request(prompt, group=g, sample=s, max_new_tokens=30, stop_strings=("x" * (4 + s),)), may_continue=True)
+        for g, prompt in enumerate(PROMPTS)
+        for s in range(3)
+    ]
+
+    def following(before: list[Completion]) -> list[GenerateRequest]:
+        spoken = [(*one.prompt_ids, *a.token_ids.tolist(), 9, 8, 7) for one, a in zip(asked, before, strict=True)]
+        return [replace(one, prompt_ids=ids, may_continue=False) for one, ids in zip(asked, spoken, strict=True)]
+
+    def work(engine: SpreadEngine) -> Any:
+        before = answers([engine.submit(one) for one in asked])
+        remembered = sum(len(group) for group in engine._left.values())
+        after = answers([engine.submit(one) for one in following(before)])
+        for group in range(len(PROMPTS)):
+            engine.cancel(group)
+        return before, after, remembered, dict(engine._left), engine.stats()
+
+    (before, after, remembered, left, stats), other = on_ranks_of(
+        2, tmp_path / "ranks", lambda ranks: leading(base, ranks, work, **spread)
+    )
+    with Rig(loaded(base, ALONE), tmp_path / "alone", options={**OPTIONS, **spread}) as rig:
+        wanted = rig.answers(following(before))
+    for mine, alone in zip(after, wanted, strict=True):
+        assert same(mine, alone)
+        np.testing.assert_array_equal(mine.experts, alone.experts)
+    known = [len(one.prompt_ids) + len(a.token_ids) - 1 for one, a in zip(asked, before, strict=True)]
+    assert stats["reused_tok"] == sum(known)
+    assert 0 < other["reused_tok"] < sum(known), "each rank goes on with its own"
+    assert remembered == len(asked)
+    assert not left
 
 
 @pytest.mark.parametrize("on_publish", ["recompute", "keep"])

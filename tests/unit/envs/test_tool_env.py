@@ -108,6 +108,12 @@ def test_the_second_turn_begins_with_exactly_the_ids_of_the_first(renderer):
     assert whole[: len(three)] == three
 
 
+def test_every_turn_but_the_last_possible_one_may_be_continued(renderer):
+    model = Model(renderer, CALL, CALL, CALL)
+    play(renderer, model, rules=TurnRules(max_turns=3))
+    assert [request.may_continue for request in model.requests] == [True, True, False]
+
+
 def test_turns_draw_different_random_numbers_and_share_one_budget(renderer):
     model = Model(renderer, CALL, "42")
     play(renderer, model, room=300)
