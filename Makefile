@@ -24,7 +24,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(VENV)/.tithe-$(PINS) ## train a real 4-bit model on this machine (about ten minutes)
+demo: $(VENV)/.tithe-$(PINS) ## train a real 4-bit model on this machine (a few minutes)
 	@$(BIN)/tithe demo $(ARGS)
 
 test: lint unit ## every check: lint, format, types, floors, tests

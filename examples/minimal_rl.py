@@ -13,7 +13,7 @@ The full loops (`tithe.orchestration`) put a durable pool between the two halves
 for the other except at proved bounds, and add reward workers that can be killed, held-out evaluation and resume.
 
     python examples/minimal_rl.py                            # the demo's 4-bit SmolLM2-135M learns to add
-    python examples/minimal_rl.py --model DIR_OR_GGUF        # any Llama, Qwen2 or Qwen3 model
+    python examples/minimal_rl.py --model DIR_OR_GGUF        # any model that Tithe reads
 
 Shapes: _P questions of a step, _G answers per question, _T tokens of an answer, _N answer tokens of a micro-batch.
 """

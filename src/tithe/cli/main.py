@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace, answer: Answer) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
-        answer.fail(error, f"this needs the package {package}: pip install 'tithe[{_EXTRAS[package]}]'")
+        answer.fail(error, f"this needs the package {package}: pip install -e '.[{_EXTRAS[package]}]'")
         return BAD_INPUT
     except OSError as error:
         if error.errno not in _DISK:

@@ -84,7 +84,7 @@ def _gym_rows(name: str, n_rows: int, seed: int, key: str) -> Iterator[dict[str,
         reasoning_gym = import_gym()
     except ImportError as error:
         raise ConfigError(
-            f"{key}: reasoning_gym:{name} needs the package reasoning-gym (pip install 'tithe[tasks]'): {error}", key
+            f"{key}: reasoning_gym:{name} needs the package reasoning-gym (pip install -e '.[tasks]'): {error}", key
         ) from error
     known = sorted(reasoning_gym.factory.DATASETS)
     if name not in known:

@@ -29,7 +29,7 @@ def read_table(path: Path, key: str) -> Iterator[dict[str, Any]]:
         arrow, ipc, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"))
     except ImportError as error:
         raise ConfigError(
-            f"{key}: {path} needs the package pyarrow (pip install 'tithe[data]'): {error}", key
+            f"{key}: {path} needs the package pyarrow (pip install -e '.[data]'): {error}", key
         ) from error
     try:
         for file in _files(path):

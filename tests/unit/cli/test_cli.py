@@ -164,7 +164,7 @@ def test_people_get_the_text_or_the_keys(build: Any, run_file: Any, capsys: Any)
         (NonFiniteError("three in a row"), 1, "tithe: three in a row"),
         (KeyboardInterrupt(), 130, "tithe: interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "pool.sqlite"), 2, "tithe: pool.sqlite: no space left"),
-        (ModuleNotFoundError("No module named 'torch'", name="torch.nn"), 2, "pip install 'tithe[train]'"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch.nn"), 2, "pip install -e '.[train]'"),
     ],
 )
 def test_every_ending_has_one_exit_code_one_message_and_no_traceback(

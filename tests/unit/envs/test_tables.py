@@ -54,7 +54,7 @@ def test_tests_of_a_program_are_kept_as_json():
 
 
 def test_parquet_files_and_folders_of_datasets_are_read(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional package (tithe[data])")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional package (the extra `data`)")
     ipc, parquet = map(importlib.import_module, ("pyarrow.ipc", "pyarrow.parquet"))
     asked = {**ASKED, "content": "What is 6 * 7?"}
     plain = [{**row, "messages": [asked if m is ASKED else m for m in row["messages"]]} for row in ROWS]
@@ -90,7 +90,7 @@ def test_parquet_files_and_folders_of_datasets_are_read(tmp_path):
 
 def test_without_pyarrow_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"tithe\[data\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e .*data"):
         read(tmp_path)
 
 

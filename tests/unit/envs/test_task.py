@@ -298,5 +298,5 @@ def test_reasoning_gym_questions_and_graders():
 
 def test_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tithe\[tasks\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[tasks\]'"):
         load_task(TaskSettings(source="reasoning_gym:gcd"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is made for Linux only: pip install 'tithe[gpu]'")
+pytest.importorskip("triton", reason="Triton is made for Linux only: pip install -e '.[gpu]'")
 
 
 from tithe.quant.reference import round_to_bf16

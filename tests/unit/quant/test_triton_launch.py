@@ -136,7 +136,7 @@ try:
 except UserError as error:
     print(error)
 """
-    assert "pip install 'tithe[gpu]'" in run(code, TRITON_INTERPRET="1")
+    assert "pip install -e '.[gpu]'" in run(code, TRITON_INTERPRET="1")
 
 
 # ------------------------------------------------------------------ what GPUs would run
@@ -191,7 +191,7 @@ INSTRUCTIONS = {
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is made for Linux only: pip install 'tithe[gpu]'")
+        pytest.skip("Triton is made for Linux only: pip install -e '.[gpu]'")
     cache = tmp_path_factory.mktemp("triton")
     return [json.loads(line) for line in run(COMPILE, TRITON_CACHE_DIR=str(cache)).splitlines()]
 

@@ -1,6 +1,6 @@
 """Grouped products on a GPU: Triton kernels over a bank of experts whose bytes stay as published.
 
-`tithe.quant.grouped` is the same on a CPU. Importing this package does not import Triton (`pip install 'tithe[gpu]'`).
+`tithe.quant.grouped` is the same on a CPU. Importing this package does not import Triton (`pip install -e '.[gpu]'`).
 """
 
 from tithe.quant.triton.bank import PublishedBank

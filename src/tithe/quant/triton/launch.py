@@ -76,5 +76,5 @@ def _kernels(device: torch.device) -> ModuleType:
     try:
         kernels = importlib.import_module("tithe.quant.triton.kernels")  # optional, and takes a second to import
     except ModuleNotFoundError as error:
-        raise UserError(f"4-bit experts on a GPU need Triton (pip install 'tithe[gpu]'): {error}") from error
+        raise UserError(f"4-bit experts on a GPU need Triton (pip install -e '.[gpu]'): {error}") from error
     return kernels

@@ -19,7 +19,7 @@ def require() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"symbolic_math needs {' and '.join(missing)}: pip install 'tithe[math]'; or set reward.function = math, "
+            f"symbolic_math needs {' and '.join(missing)}: pip install -e '.[math]'; or set reward.function = math, "
             "which compares numbers, fractions and lists without them",
             "reward.function",
         )
