@@ -180,6 +180,8 @@ import builtins
 builtins.hasattr = lambda *_: False
 def abs(x): return 0
 def all(x): return True
+def sorted(x): return [1, 2]
+def len(x): return 2
 def add(a, b): return 0
 """
 OWN_BUILTINS = OWN_NAMES + "__builtins__ = {'abs': abs, 'all': all}\n"
@@ -191,6 +193,10 @@ OWN_BUILTINS = OWN_NAMES + "__builtins__ = {'abs': abs, 'all': all}\n"
     [
         "assert abs(add(2, 3) - 5) < 1e-9\nassert all([add(1, 2) == 3])",
         "from solution import *\nassert abs(add(2, 3) - 5) < 1e-9",
+        "assert len([1, 2]) == 2\nassert sorted([add(1, 1), add(0, 1)]) == [1, 2]",
+        "import solution\nassert sorted([solution.add(1, 1), solution.add(0, 1)]) == [1, 2]",
+        "from solution import add\nassert len('ab') == 2 and sorted([add(1, 1), add(0, 1)]) == [1, 2]",
+        "assert len('ab') == 2 and sorted([eval('add(1, 1)'), 1]) == [1, 2]",
         "assert all(map(lambda a: add(a, 1) == a + 1, [1, 2]))",
         "for got, wanted in zip(map(add, [1, 2], [3, 4]), [4, 6]):\n    assert got == wanted",
     ],

@@ -157,6 +157,92 @@ def test_a_check_function_gets_the_entry_point_and_nothing_else_of_the_program(s
     assert sandbox.run_tests("def plus(a, b): return a + b", good).reward == 0.0
 
 
+WRONG_ONE = "def add(a, b): return 5\ndef main(n): return 1\n"
+
+
+@pytest.mark.parametrize(
+    "under",
+    [
+        "assert domain(1) == 2",
+        "assert main(1) == 2",
+        "main()",
+        "sys.exit(main())",
+        "start()",
+    ],
+)
+@pytest.mark.parametrize("runner", ["", "import unittest\n", "from pytest import main as run\n"])
+def test_what_stands_in_a_main_block_is_run_whatever_it_is_called(sandbox, under, runner):
+    own = "import sys\ndef domain(n): return main(n)\n"
+    if under.endswith(("main()", "main())")):
+        own += "def main():\n    assert add(1, 1) == 2\n    return 0\n"
+    elif under == "start()":
+        own += "def start():\n    assert add(1, 1) == 2\n"
+    tests = f"{runner}{own}assert add(2, 3) == 5\nif __name__ == '__main__':\n    {under}\n"
+    assert sandbox.run_tests(WRONG_ONE, AssertTests(tests)).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "runner",
+    [
+        "import unittest as u\nif __name__ == '__main__':\n    u.main()",
+        "from unittest import main\nif __name__ == '__main__':\n    main(verbosity=2)",
+        "from pytest import main as run\nimport sys\nif __name__ == '__main__':\n    sys.exit(run([__file__]))",
+        "import pytest\ndef main():\n    pytest.main()\nif __name__ == '__main__':\n    main()",
+        "import unittest\nunittest.main()",
+    ],
+)
+def test_the_start_of_a_runner_is_left_out_under_every_name_and_in_every_place(sandbox, runner):
+    tests = AssertTests(f"def test_it():\n    assert add(2, 3) == 5\n{runner}\n")
+    verdict = sandbox.run_tests(RIGHT, tests)
+    assert (verdict.outcome, verdict.reward) == (Outcome.PASSED, 1.0), verdict
+    assert sandbox.run_tests("def add(a, b): return 0", tests).reward == 0.0
+
+
+SUM = "def sum(a, b): return a + b if a + b != 25 else 6\n"
+SUM_CHECK = "def check(candidate):\n    assert candidate(10, 15) == 6"
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry"),
+    [
+        ("assert sum(10, 15) == 6\nassert sum(1, b=2) == 3", None),
+        ("def test_sum():\n    assert 6 == sum(10, 15) and isinstance(sum(1, 2), int)", None),
+        ("from solution import *\nassert sum(10, 15) == 6", None),
+        ("from solution import sum\nassert sum(10, 15) == 6", None),
+        ("import solution\nassert solution.sum(10, 15) == 6", None),
+        ("x = sum(10, 15)\nassert x == 6", "sum"),
+        ("assert abs(sum(10, 15)) == 6", "sum"),
+        (SUM_CHECK, "sum"),
+    ],
+)
+def test_a_function_that_is_called_as_a_built_in_one_is_the_programs(sandbox, tests, entry):
+    verdict = sandbox.run_tests(SUM, AssertTests(tests, entry))
+    assert (verdict.outcome, verdict.reward) == (Outcome.PASSED, 1.0), verdict
+    assert sandbox.run_tests("def sum(a, b): return 0\ndef abs(x): return 6", AssertTests(tests, entry)).reward == 0.0
+    assert sandbox.run_tests("x = 1", AssertTests(tests, entry)).reward == 0.0
+
+
+def test_python_s_own_function_is_never_judged_in_a_programs_place(sandbox):
+    for entry in (None, "max"):
+        verdict = sandbox.run_tests("x = 1", AssertTests("assert max(1, 2) == 2", entry))
+        assert (verdict.reward, "defines no 'max'" in verdict.detail) == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry"),
+    [
+        ("x = sum(10, 15)\nassert x == 6", None),
+        ("assert abs(sum(10, 15)) == 6", None),
+        ("assert sum(10, 15) == 6\nassert abs(-1) == 1", None),
+        ("def check(candidate):\n    assert candidate([1, 2]) == sum([1, 2])", "sum"),
+    ],
+)
+def test_a_built_in_name_that_may_be_tool_or_tested_makes_the_verdict_abstain(sandbox, tests, entry):
+    verdict = sandbox.run_tests("def sum(a, b=0): return 6", AssertTests(tests, entry))
+    assert (verdict.outcome, verdict.reward) == (Outcome.HARNESS, None)
+    assert "'sum' in them may be Python's own or the program's" in verdict.detail
+
+
 CLASSES = """
 class Empty(ValueError): pass
 class Stack:

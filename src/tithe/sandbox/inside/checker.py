@@ -14,11 +14,15 @@ from typing import IO, Any, Final
 from tithe.sandbox.inside import pytest_names
 from tithe.sandbox.inside.attempt import Attempt
 from tithe.sandbox.inside.pytest_names import UnsupportedError
+from tithe.sandbox.inside.reading import as_script, holds_asserts, tested_builtin
 from tithe.sandbox.inside.remote import Peer
 from tithe.sandbox.inside.stand_ins import ProgramGone, ask, stand_in
 from tithe.sandbox.inside.wire import NotPlainError
 
-_NO_TEST: Final = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign)
+_NO_TEST: Final = (
+    *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign),
+    ast.Pass,  # where the start of a runner stood
+)
 
 
 _UNUSABLE: Final = (UnsupportedError, NotPlainError)
@@ -49,7 +53,7 @@ def check(job: Mapping[str, Any], channel: int, results: int) -> None:
     """Run the job's `tests` over the connection `channel`; what happened goes to `results`."""
     with open(results, "w", encoding="ascii") as file:
         report = _Report(file)
-        parsed = Attempt(lambda: _as_script(ast.parse(job["tests"], "tests.py")))
+        parsed = Attempt(lambda: as_script(ast.parse(job["tests"], "tests.py")))
         attempt = parsed if parsed.error is not None else Attempt(_check, job, parsed.value, channel, report)
         if parsed.error is not None or isinstance(attempt.error, _UNUSABLE):
             report.line(unusable=attempt.text())
@@ -61,58 +65,39 @@ def check(job: Mapping[str, Any], channel: int, results: int) -> None:
 
 def _check(job: Mapping[str, Any], tree: ast.Module, channel: int, report: _Report) -> None:
     peer = Peer(channel, {"call": lambda _, of, args, kwargs: of(*args, **kwargs)}, stand_in, callable)
-    if not _holds_asserts(tree):
+    if not holds_asserts(tree):
         raise UnsupportedError("they hold no assert")
-    defined = _public(ask(peer, "names"))
+    named = _public(ask(peer, "names"))
+    entry = job.get("entry_point")
+    tested = tested_builtin(tree, job["module"], entry, set(named))
+    if tested is not None and tested not in named:  # else Python's own would be judged in its place
+        raise ProgramGone(f"the program defines no {tested!r}")
+    # No other built-in name: the program may try to put its own `all` under the tests.
+    defined = {name: value for name, value in named.items() if name == tested or not hasattr(builtins, name)}
     _offer_modules(peer, job["module"], defined)
     # A test that was told its function takes nothing else from the program.
-    entry = job.get("entry_point")
     offered = {name: value for name, value in defined.items() if not entry or name == entry}
     scope = {"__name__": "tests", **offered}
     for number, statement in enumerate(tree.body, start=1):
         _run_statement(statement, number, scope, report)
     if entry and isinstance(function := scope.get("check"), types.FunctionType):
-        if entry not in defined:
+        if entry not in named:
             raise ProgramGone(f"the program defines no {entry!r}")
-        report.test("check", Attempt(function, defined[entry]))
+        report.test("check", Attempt(function, named[entry]))
     for name, function in list(scope.items()):
         for case, call in _functions(name, function, tree):
             report.test(case, Attempt(call))
     ask(peer, "names")  # a program that is gone by now has not passed, whatever the tests made of it
 
 
-def _as_script(tree: ast.Module) -> ast.Module:
-    """The tests with what stands under `if __name__ == "__main__":`, less the start of a runner, which is here."""
-    body: list[ast.stmt] = []
-    for statement in tree.body:
-        is_main = isinstance(statement, ast.If) and ast.unparse(statement.test).replace("'", "").replace(" ", "")
-        if is_main in ("__name__==__main__", "__main__==__name__"):
-            assert isinstance(statement, ast.If)
-            body += [inner for inner in statement.body if not ast.unparse(inner).partition("(")[0].endswith("main")]
-        else:
-            body.append(statement)
-    return ast.Module(body, [])
-
-
-def _holds_asserts(tree: ast.Module) -> bool:
-    """Whether anything in the tests can fail by itself: an assert, a raise, unittest's and numpy's `assert…`."""
-    return any(
-        isinstance(node, ast.Assert | ast.Raise)
-        or (isinstance(node, ast.Attribute) and node.attr.startswith(("assert", "fail", "raises")))
-        or (isinstance(node, ast.Name) and node.id.startswith(("assert", "raises")))
-        for node in ast.walk(tree)
-    )
-
-
 def _public(names: Any) -> dict[str, Any]:
-    """What a program may offer to the tests under its own names: it answers for itself, and may try to put its own
-    `all` or `__builtins__` under theirs."""
+    """A program's own names: it answers for itself, and may try to put its own `__builtins__` under the tests."""
     if not isinstance(names, dict):
         raise ProgramGone("the program's process answered with no names")
     return {
         name: value
         for name, value in names.items()
-        if isinstance(name, str) and name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name)
+        if isinstance(name, str) and name.isidentifier() and not name.startswith("_")
     }
 
 

@@ -98,5 +98,9 @@ def module() -> types.ModuleType:
             raise AttributeError(name)
         raise UnsupportedError(f"pytest.{name}")
 
-    made.__dict__.update(raises=raises, approx=approx, mark=_Mark(), __getattr__=unknown)
+    def main(*_: Any, **__: Any) -> NoReturn:
+        # May be imported by name: its plain calls are left out before the tests run.
+        raise UnsupportedError("pytest.main where its result is used")
+
+    made.__dict__.update(raises=raises, approx=approx, mark=_Mark(), main=main, __getattr__=unknown)
     return made

@@ -148,11 +148,11 @@ def serve(module: types.ModuleType, descriptor: int) -> None:
     """Let the other side use a module until it hangs up."""
 
     def names(_: Peer) -> dict[str, Any]:
-        """What the module defines for others, modules and built-in names left out."""
+        """What the module defines for others, modules left out."""
         return {
             name: value
             for name, value in vars(module).items()
-            if not name.startswith("_") and not hasattr(builtins, name) and not isinstance(value, types.ModuleType)
+            if not name.startswith("_") and not isinstance(value, types.ModuleType)
         }
 
     operations: dict[str, Callable[..., Any]] = {
