@@ -196,9 +196,12 @@ def test_check_shows_one_step_on_the_small_model_and_leaves_nothing(files, tmp_p
     monkeypatch.chdir(tmp_path)
     for place in ("base", "commands"):
         monkeypatch.setattr(f"tithe.build.{place}.find_demo_model", lambda: files.model)
-    arguments = ["check", str(files.yaml), "model.path=/no/such/base", "rl.samples_per_prompt=2"]
+    of_another = ["lora.target_modules=[q_a_proj,kv_b_proj]", "rl.kl_coef=0.1", "rl.kl_reference=/no/such/model"]
+    arguments = ["check", str(files.yaml), "model.path=/no/such/base", "rl.samples_per_prompt=2", *of_another]
     assert main(arguments) == 0
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
+    said = "lora.target_modules = [q_a_proj, kv_b_proj], rl.kl_reference = /no/such/model"
+    assert [line for line in err.splitlines() if line.endswith(said)], "what the small model cannot take is named"
     assert out.count("reward ") >= 4, "every rollout with its reward"
     assert "<|im_start|>user" in out, "the prompt as the model reads it"
     assert "max |Δlog-prob| 0.0" in out

@@ -16,7 +16,7 @@ from tithe.build.scoring import uses_own_base
 from tithe.build.session import Session, open_session, say
 from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
 from tithe.envs import load_task
-from tithe.errors import ResumeError, RunError, UserError
+from tithe.errors import ConfigError, ResumeError, RunError, UserError
 from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
 from tithe.orchestration import ServedVersion
@@ -43,13 +43,21 @@ def evaluate(target: Path, overrides: list[str]) -> dict[str, object]:
 
 
 def sample(run_dir: Path, prompt: str, overrides: list[str]) -> dict[str, object]:
-    """Answer a prompt with a run's final adapter, under the run's own sampling settings."""
+    """Answer a prompt with a run's final adapter, asked as the run's questions are (system prompt, `task.instruction`)
+    and under its own sampling settings. Raises `ConfigError` for a run with tools, before anything is loaded."""
     cfg = load_run(run_dir, overrides)
+    if cfg.task.tools:
+        raise ConfigError(
+            f"this run plays conversations with tools (task.tools = [{', '.join(cfg.task.tools)}]), and `tithe sample` "
+            f"asks for one reply without them: `tithe eval {run_dir}` plays the held-out questions with their tools",
+            key="task.tools",
+        )
     with open_session(cfg, adapter=_final_policy(run_dir, cfg)) as session, tempfile.TemporaryDirectory() as scratch:
         served = _serve(session, Path(scratch))
         renderer = session.base.renderer
-        message = [{"role": "user", "content": prompt}]
-        ids = renderer.render(message if renderer.has_template else prompt, cfg.rollout.system_prompt)
+        asked = f"{prompt}\n{cfg.task.instruction}" if cfg.task.instruction else prompt  # as each row of the task
+        message = [{"role": "user", "content": asked}]
+        ids = renderer.render(message if renderer.has_template else asked, cfg.rollout.system_prompt)
         longest = cfg.model.max_context - cfg.rollout.max_new_tokens
         if not 0 < len(ids) <= longest:
             raise UserError(
@@ -117,17 +125,9 @@ def check(cfg: RunConfig) -> dict[str, object]:
     A run's own base may take minutes to load; what is checked here (rows, template, reward, settings) does not need it,
     unless a reward model judges with that base.
     """
-    group = cfg.rl.samples_per_prompt
-    own = {} if uses_own_base(cfg) else {"path": None, "train": "lora", "quantize": "none", "load_in_8bit": False}
-    model = cfg.model.model_copy(update={**own, "max_context": min(cfg.model.max_context, SMALL_CONTEXT)})
-    updates = {"batch_size_per_update": 2 * group, "max_policy_update_lag": 0, "max_sample_age": 0, "sync_every": 1}
-    rl = cfg.rl.model_copy(update={**updates, "rollout_buffer_size": 2 * group})
-    once = cfg.run.model_copy(update={"max_steps": 1, "checkpoint_every": 1, "eval_every": None, "ranks": 1})
-    monitor = cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False})
-    lora = cfg.lora.model_copy(update={"init_from": None})
-    schedule = cfg.schedule.model_copy(update={"phases": cfg.schedule.phases[:1]})  # one step sees one phase: the first
-    sections = {"model": model, "lora": lora, "rl": rl, "run": once, "monitor": monitor, "schedule": schedule}
-    small = cfg.model_copy(update=sections)
+    small, changed = _one_small_step(cfg)
+    if changed:
+        say(f"check: what does not count in this small step: {', '.join(changed)}")
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "check"
         finished = run(small, run_dir, evaluating=False, report=False)
@@ -144,6 +144,49 @@ def check(cfg: RunConfig) -> dict[str, object]:
     lines.append(f"sampler against trainer: max |Δlog-prob| {finished.result.get('max_abs_dlogp')}")
     rewards = [r.reward for g in groups for r in g.rollouts]
     return {"rewards": rewards, "metrics": metrics, "text": "\n".join(lines).strip()}
+
+
+def _one_small_step(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration of `check`, and what of the run's it leaves out, as ``key = value``: settings that
+    only the run's own base can take, and a completion too long for the small model."""
+    group = cfg.rl.samples_per_prompt
+    context = min(cfg.model.max_context, SMALL_CONTEXT)
+    model: dict[str, object] = {"max_context": context}
+    lora: dict[str, object] = {}
+    rl: dict[str, object] = {
+        "batch_size_per_update": 2 * group,
+        "rollout_buffer_size": 2 * group,
+        "max_policy_update_lag": 0,
+        "max_sample_age": 0,
+        "sync_every": 1,
+    }
+    rollout: dict[str, object] = {}
+    changed: list[str] = []
+    if not uses_own_base(cfg):
+        model |= {"path": None, "train": "lora", "quantize": "none", "load_in_8bit": False}
+        if cfg.lora.target_modules != "all-linear":
+            lora["target_modules"] = "all-linear"
+            changed.append(f"lora.target_modules = [{', '.join(cfg.lora.target_modules)}]")
+        if cfg.lora.init_from is not None:
+            lora["init_from"] = None
+            changed.append(f"lora.init_from = {cfg.lora.init_from}")
+        if cfg.rl.kl_reference != "base" and cfg.rl.reference_every is None:
+            rl["kl_reference"] = "base"
+            changed.append(f"rl.kl_reference = {cfg.rl.kl_reference}")
+    room = context - cfg.rollout.max_prompt_tokens
+    if 0 < room < cfg.rollout.max_new_tokens:
+        rollout["max_new_tokens"] = room
+        changed.append(f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} ({room} fit)")
+    sections = {
+        "model": cfg.model.model_copy(update=model),
+        "lora": cfg.lora.model_copy(update=lora),
+        "rl": cfg.rl.model_copy(update=rl),
+        "rollout": cfg.rollout.model_copy(update=rollout),
+        "run": cfg.run.model_copy(update={"max_steps": 1, "checkpoint_every": 1, "eval_every": None, "ranks": 1}),
+        "monitor": cfg.monitor.model_copy(update={"progress": False, "tensorboard": False, "report": False}),
+        "schedule": cfg.schedule.model_copy(update={"phases": cfg.schedule.phases[:1]}),  # one step sees the first
+    }
+    return cfg.model_copy(update=sections), changed
 
 
 def demo(overrides: list[str]) -> dict[str, object]:
