@@ -183,7 +183,7 @@ class _Observed:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._record.observe()
         is_evaluation = row_kind(values) is RowKind.EVAL
-        if is_evaluation or "tok_per_s" in values:
+        if is_evaluation or "sample_s" in values:
             before, self._before = self._before, self._counted()
             if not is_evaluation:
                 values = {**values, **{name: now - before.get(name, 0.0) for name, now in self._before.items()}}

@@ -149,17 +149,16 @@ class ProgressView:
         return " | ".join(parts)
 
     def eta_s(self) -> float | None:
-        """Seconds to the last batch at the pace of the last ten, or to the time limit; None before the second batch,
-        because the time before the first one ends holds the start-up."""
-        left_s: float | None = None
-        if len(self._pace) > 1:
-            (first, first_s), (last, last_s) = self._pace[0], self._pace[-1]
-            left_s = (self._total - last) * (last_s - first_s) / (last - first)
-            left_s = max(0.0, left_s - (self._clock() - last_s))
-        if self._deadline_s is not None:
-            limit_s = max(0.0, self._deadline_s - self._clock())
-            left_s = limit_s if left_s is None else min(left_s, limit_s)
-        return left_s
+        """Seconds to the last batch at the pace of the last ten, at most to the time limit; None before the second
+        batch, because the time before the first one ends holds the start-up, and a limit alone is no estimate."""
+        if len(self._pace) < 2:
+            return None
+        (first, first_s), (last, last_s) = self._pace[0], self._pace[-1]
+        left_s = (self._total - last) * (last_s - first_s) / (last - first)
+        left_s = max(0.0, left_s - (self._clock() - last_s))
+        if self._deadline_s is None:
+            return left_s
+        return min(left_s, max(0.0, self._deadline_s - self._clock()))
 
     def _number(self, name: str) -> str:
         return format_number(self._latest.get(name))

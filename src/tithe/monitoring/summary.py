@@ -1,4 +1,4 @@
-"""The table before → after, for the terminal."""
+"""The table before → after, or of one evaluation, for the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _LABEL_WIDTH, _VALUE_WIDTH = 24, 24
 
 
 def summary_table(before: Mapping[str, float], after: Mapping[str, float] | None = None) -> str:
-    """Right and readable answers before and after training, as fixed-width text without a final newline.
+    """Right and readable answers before and after training, as fixed-width text without a final newline. Without
+    `after` the one column is "evaluated": whether the policy was trained is not known here.
 
     Both take the names of an evaluation row (`eval_sampled`, `eval_sampled_lo`, `eval_sampled_hi`, `eval_greedy`…,
     `eval_readable`, `eval_greedy_readable`, `eval_failed`; `questions` and `samples_per_question` for the foot line); a
@@ -22,7 +23,7 @@ def summary_table(before: Mapping[str, float], after: Mapping[str, float] | None
     right, sampled at T = 1      12.0 % [ 8.0, 17.0]     85.0 % [80.0, 89.0]     + 73.0
     """
     columns = [before] if after is None else [before, after]
-    heads = ["before", "after"][: len(columns)]
+    heads = ["evaluated"] if after is None else ["before", "after"]
     lines = [" " * _LABEL_WIDTH + "".join(head.rjust(_VALUE_WIDTH) for head in heads)]
     if after is not None:
         lines[0] += "change".rjust(11)
@@ -42,7 +43,7 @@ def summary_table(before: Mapping[str, float], after: Mapping[str, float] | None
         if after is not None:
             line += _change(before.get(name), after.get(name), is_reward=is_reward).rjust(11)
         lines.append(line.rstrip())
-    foot = _foot(columns[-1], paid=paid)
+    foot = _foot(columns[-1], paid=paid, compares=after is not None)
     return "\n".join([*lines, foot] if foot else lines)
 
 
@@ -66,7 +67,7 @@ def _change(before: float | None, after: float | None, *, is_reward: bool) -> st
     return f"{'-' if points < 0 else '+'}{abs(points):5.1f}"
 
 
-def _foot(values: Mapping[str, float], *, paid: bool) -> str:
+def _foot(values: Mapping[str, float], *, paid: bool, compares: bool) -> str:
     questions, samples = values.get("questions"), values.get("samples_per_question")
     if questions is None:
         return ""
@@ -75,4 +76,5 @@ def _foot(values: Mapping[str, float], *, paid: bool) -> str:
         asked += f", {samples:.0f} samples each"
     if paid:
         return f"{asked}; rewards as they are, with 95 % intervals over questions"
-    return f"{asked}; percent, with 95 % intervals over questions; change in points"
+    change = "; change in points" if compares else ""
+    return f"{asked}; percent, with 95 % intervals over questions{change}"

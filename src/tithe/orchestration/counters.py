@@ -25,7 +25,7 @@ class RolloutCounters:
     >>> counters.begin()
     >>> counters.end([])
     >>> counters.take_speed()
-    {'tok_per_s': 0.0, 'sample_s': 2.0}
+    {'sample_s': 2.0}
     """
 
     def __init__(
@@ -98,12 +98,14 @@ class RolloutCounters:
         return {"no_spread_groups": float(equal)} if equal else {}
 
     def take_speed(self) -> dict[str, float]:
-        """`tok_per_s` and `sample_s` (seconds of sampling) since the last call."""
+        """`sample_s` (seconds of sampling) since the last call, and `tok_per_s` if a token was drawn in them: where all
+        rollouts had been drawn before, 0 would be the speed of nothing."""
         with self._lock:
             self._settle_time()
             self._settle_tokens()
             busy_s, tokens, self._busy_s, self._tokens = self._busy_s, self._tokens, 0.0, 0.0
-        return {"tok_per_s": tokens / busy_s if busy_s > 0 else 0.0, "sample_s": busy_s}
+        speed = {"tok_per_s": tokens / busy_s} if tokens > 0 and busy_s > 0 else {}
+        return {**speed, "sample_s": busy_s}
 
     def take_failures(self) -> dict[str, float]:
         """`failures` and `failures_<cause>` since the last call; a cause that once occurred stays, with 0."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from support.runs import RunFiles
 from tithe.build import commands, sample, train
+from tithe.build.loops import _Observed
 from tithe.config import load_config
 from tithe.errors import ConfigError
 from tithe.types import GenerateRequest
@@ -66,3 +68,16 @@ def test_a_sampled_prompt_is_asked_as_the_runs_own_questions(files, tmp_path, mo
     with pytest.raises(ConfigError, match=r"conversations with tools .*`tithe eval .*/run`") as caught:
         sample(run_dir, question, tools)
     assert caught.value.key == "task.tools"
+
+
+def test_a_batch_without_a_speed_has_its_engines_work_all_the_same() -> None:
+    """The rollout side's row is known by its sampling time; what an evaluation draws belongs to no batch."""
+    drawn = iter([0.0, 70.0, 100.0, 130.0])
+    rows: list[dict[str, float]] = []
+    sink = SimpleNamespace(write=lambda step, values: rows.append(dict(values)))
+    observed = _Observed(sink, SimpleNamespace(observe=lambda: None), lambda: {"generated_tok": next(drawn)})
+    observed.write(1, {"tok_per_s": 35.0, "sample_s": 2.0})
+    observed.write(1, {"eval_greedy": 0.5})
+    observed.write(2, {"sample_s": 0.1, "version_gap": 0.0})
+    observed.write(2, {"loss": 0.0})
+    assert [row.get("generated_tok") for row in rows] == [70.0, None, 30.0, None]

@@ -135,8 +135,9 @@ def test_eta_of_a_resumed_run_counts_only_what_is_left(clock):
 
 def test_the_time_limit_bounds_the_eta(clock):
     view = ProgressView(1000, deadline_s=100.0, stream=io.StringIO(), clock=clock)
-    assert view.eta_s() == 100.0
-    for step in (1, 2, 3):
+    view.write(1, ROW)
+    assert view.eta_s() is None, "one batch tells no pace, and the limit is no estimate"
+    for step in (2, 3, 4):
         clock.now_s += 10.0
         view.write(step, ROW)
     assert view.eta_s() == 70.0
@@ -254,6 +255,7 @@ def test_the_summary_table_tells_failed_answers_from_wrong_ones():
     ]
 
 
-def test_the_summary_table_before_training_has_one_column():
-    lines = summary_table({"eval_greedy": 0.46}).splitlines()
-    assert [line.split() for line in lines] == [["before"], ["right,", "greedy", "46.0", "%"]]
+def test_the_summary_table_of_one_evaluation_compares_nothing():
+    lines = summary_table({"eval_greedy": 0.46, "questions": 8}).splitlines()
+    assert [line.split() for line in lines[:2]] == [["evaluated"], ["right,", "greedy", "46.0", "%"]]
+    assert lines[2:] == ["8 held-out questions; percent, with 95 % intervals over questions"]

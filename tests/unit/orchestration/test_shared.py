@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tithe.errors import Failure, FailureCause, RunError
+from tithe.metrics import RowKind, row_kind
 from tithe.orchestration import RolloutCounters, RunControl, ServedPolicy, ServedVersion, StopReason
 from tithe.orchestration.playing import failed_rollout
 from tithe.types import PolicyVersion, SamplingParams
@@ -130,7 +131,7 @@ def test_sampling_time_is_the_time_in_which_something_ran():
         counters.begin() if act == "begin" else counters.end([])
     now[0] = 20
     assert counters.take_speed()["sample_s"] == 5.0
-    assert counters.take_speed() == {"tok_per_s": 0.0, "sample_s": 0.0}
+    assert counters.take_speed() == {"sample_s": 0.0}
 
 
 def test_the_speed_is_that_of_the_tokens_as_they_are_drawn_and_an_evaluation_counts_nowhere():
@@ -156,6 +157,12 @@ def test_the_speed_is_that_of_the_tokens_as_they_are_drawn_and_an_evaluation_cou
     counters.end([])
     at(20.0, 1050.0)
     assert counters.take_speed() == {"tok_per_s": 20.0, "sample_s": 3.0}
+    counters.begin()
+    at(20.1, 1050.0)
+    counters.end([])
+    row = counters.take_speed()
+    assert row == {"sample_s": pytest.approx(0.1)}, "a group that was only judged has no speed"
+    assert row_kind({"version_gap": 0.0, **row}) is RowKind.ROLLOUT
 
 
 def test_failures_are_counted_by_cause_and_a_cause_stays_with_zero():
