@@ -384,6 +384,12 @@ def test_a_keyword_of_the_wrong_type_is_told(schema):
         problems({"a": 1}, schema)
 
 
+@pytest.mark.parametrize("step", [0, 0.0, 10**400])
+def test_a_step_that_no_number_can_be_divided_by_is_told(step):
+    with pytest.raises(DataError, match="JSON schema has multipleOf"):
+        problems({"a": 5.5}, {"properties": {"a": {"multipleOf": step}}})
+
+
 def test_a_number_of_any_size_is_checked_and_told_once():
     schema = {"properties": {"a": {"multipleOf": 3, "maximum": 10, "minimum": 0}}}
     assert problems({"a": 3 * 10**400}, schema) == ["a: breaks maximum = 10"]

@@ -91,7 +91,7 @@ def _check(value: object, schema: object, root: Mapping[str, Any], where: str, d
         if keyword in schema:
             try:
                 yield from rule(value, schema, root, where, depth)
-            except (TypeError, AttributeError, re.error, ZeroDivisionError) as error:
+            except (TypeError, AttributeError, re.error, ArithmeticError, ValueError) as error:
                 raise DataError(f"a tool's JSON schema has {keyword} = {schema[keyword]!r:.60}: {error}") from error
 
 
