@@ -51,7 +51,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     splits = path / "dataset_dict.json"
     if splits.is_file():
-        names = _read_index(splits, "splits")
+        names = _texts(splits, "splits", _read_index(splits, "splits"))
         if "train" not in names:
             raise DataError(
                 f"has the splits {', '.join(names)} and none called train; name one of their folders", str(path)
@@ -59,12 +59,22 @@ def _files(path: Path) -> list[Path]:
         return _files(path / "train")
     state = path / "state.json"
     if state.is_file():
-        return [path / str(entry["filename"]) for entry in _read_index(state, "_data_files") if "filename" in entry]
+        entries = _read_index(state, "_data_files")
+        named = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
+        return [path / name for name in _texts(state, "_data_files", named)]
     found = sorted(path.rglob("*.parquet")) or sorted(path.rglob("*.arrow"))
     train = [file for file in found if file.name.startswith("train")]
     if not found:
         raise DataError("holds no Parquet or Arrow file, and is no folder that `datasets` wrote", where=str(path))
     return train or found
+
+
+def _texts(path: Path, key: str, names: list[Any]) -> list[str]:
+    """The names that an index gives, when every one is text. Raises `DataError` that names the first other."""
+    for at, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            raise DataError(f"entry {at} of {key!r} names no file or split; save the dataset again", where=str(path))
+    return names
 
 
 def _read_index(path: Path, key: str) -> list[Any]:

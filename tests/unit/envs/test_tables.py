@@ -108,7 +108,18 @@ def test_the_configuration_takes_files_and_folders_and_refuses_other_frameworks_
 
 
 @pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"splits": 3, "_data_files": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "[]",
+        '{"splits": 3, "_data_files": 3}',
+        '{"splits": [1, 2], "_data_files": [1]}',
+        '{"splits": ["train", null], "_data_files": [{"filename": "a.arrow"}, {}]}',
+        '{"splits": [""], "_data_files": [{"filename": 7}]}',
+    ],
+)
 def test_an_index_that_cannot_be_read_is_named(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=f"{name}: .*save the dataset again"):
