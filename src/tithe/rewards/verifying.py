@@ -147,8 +147,9 @@ def summary(judged: Sequence[Judged]) -> dict[str, object]:
     """The answer of `tithe verify`: every row's verdict, and counts."""
     counts = Counter(one.verdict for one in judged)
     times = _times(judged)
+    nothing = "" if counts[1] + counts[0] else "nothing was judged: no row has a verdict; the reasons follow\n"
     text = (
-        f"{len(judged)} rows: {counts[1]} right, {counts[0]} wrong, {counts[None]} without a verdict; "
+        f"{nothing}{len(judged)} rows: {counts[1]} right, {counts[0]} wrong, {counts[None]} without a verdict; "
         f"p99 {1e3 * times['p99_s']:.1f} ms\n"
         + "\n".join(f"{at:>6}  {_mark(one.verdict)}  {one.reason}" for at, one in enumerate(judged, start=1))
     )

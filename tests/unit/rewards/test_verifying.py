@@ -28,6 +28,17 @@ def run(capfd, *arguments):
     return code, json.loads(line)
 
 
+@pytest.mark.parametrize("option", [(), ("--tools",), ("--code",)])
+def test_a_file_without_a_usable_row_says_first_that_nothing_was_judged(tmp_path, capfd, option):
+    path = write(tmp_path / "bad.jsonl", [{"question": "?"}, {"gold": True}])
+    assert main(["verify", path, *option]) == 0
+    first, counted, *reasons = capfd.readouterr().out.splitlines()
+    assert first.startswith("nothing was judged")
+    assert counted.startswith("2 rows: 0 right, 0 wrong, 2 without a verdict")
+    assert len(reasons) == 2
+    assert not summary([Judged(0, "unequal")])["text"].startswith("nothing")
+
+
 def test_answers_are_graded_row_by_row(tmp_path, capfd):
     rows = [
         {"gold": r"\frac{\sqrt3}{3}", "text": r"\boxed{\frac{1}{\sqrt3}}"},
