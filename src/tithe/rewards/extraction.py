@@ -8,7 +8,8 @@ Rules, in order (policies that field reports leave open are marked P):
    ``...`` or ``answer``, echoes an instruction: it and everything before it is ignored.
 3. ``#### value``, when the value is a number or the line is the last one (else it is a heading).
 4. The last "answer is", "Answer:" or "Final Answer" phrase: its first number (after the last ``=`` of its sentence), or
-   its words when it holds no number, or a calculation that is not carried out (``3*4`` is neither 3 nor 34). A phrase
+   its words when it holds no number, two of them to choose from (``5 or 6``), or a calculation that is not carried
+   out (``3*4`` is neither 3 nor 34; of ``15 = 3*5`` the left side counts, where it is a number by itself). A phrase
    with nothing after it was cut off, and "the answer is not" gives none: unreadable (P).
 5. The last number of the text, with its sign; a sign belongs to a number that nothing stands directly before (P).
 
@@ -25,7 +26,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from tithe.rewards.exact import without_emphasis
+from tithe.rewards.exact import same_answer, without_emphasis
 
 
 class AnswerForm(enum.StrEnum):
@@ -69,6 +70,13 @@ _SPAN: Final = re.compile(
     r"|\\\[(?P<c>(?:[^\\]|\\(?!\])){1,1000}+)\\\]|\\\((?P<d>(?:[^\\]|\\(?!\))){1,500}+)\\\)"
 )
 _CALCULATION: Final = re.compile(r"\s*+(?:\*\*?|[-+/^×·⋅÷]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*+[\d({\\]")
+_OTHER: Final = re.compile(
+    r"(?:\s{0,3}(?P<unit>[^\W\d_]{1,20}|[%°]))?,?\s{1,3}(?:or|(?:or|but)\s{1,3}(?:maybe|perhaps|possibly|even|else))\s{1,3}"
+    r"(?P<other>[-+]?(?:\d|\.\d))",
+    re.IGNORECASE,
+)
+_OTHER_NAMED: Final = re.compile(r"\d\S{0,3}\s{1,3}or\s{1,3}[a-zA-Z]\w?\s{0,3}\Z")
+_OTHER_SPAN: Final = re.compile(r",?\s{0,3}or\s{1,3}(?:(?:maybe|perhaps|possibly|even|else)\s{1,3})?")
 _DENIAL: Final = re.compile(r"(?:not|neither)\b", re.IGNORECASE)
 _COMMAND: Final = re.compile(r"\\[a-zA-Z]++|sqrt|arc(?:sin|cos|tan)|(?:sin|cos|tan)h|infinity")
 _WORD: Final = re.compile(
@@ -79,6 +87,7 @@ _WORD: Final = re.compile(
 _PROSE: Final = re.compile(r"(?<![\\{^\W\d_])[^\W\d_]{2,}+[,:]?\s++")
 _LATEX: Final = re.compile(r"\\[a-zA-Z({\[]|[\^√_]")
 _MINUS_SIGNS: Final = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
+_NO_DELIMITERS: Final = {ord("$"): " "}
 _PLACEHOLDERS: Final = frozenset(
     {"", "...", "…", r"\ldots", r"\dots", "answer", "your answer", "final answer", r"\text{answer}"}
 )
@@ -174,8 +183,7 @@ def _from_phrase(rest: str) -> Answer | None:
     sentence = re.sub(r"[`$]|\\[()\[\]]", " ", without_emphasis(sentence.replace('"', ""))).strip(" \t,;:*")
     if not sentence or _DENIAL.match(sentence):
         return None
-    value = sentence.rpartition("=")[2]
-    return Answer(_first_number(value) or sentence, AnswerForm.PHRASE)
+    return Answer(_stated_number(sentence) or sentence, AnswerForm.PHRASE)
 
 
 def _unboxed_formula(text: str) -> Answer | None:
@@ -200,8 +208,9 @@ def _unboxed_formula(text: str) -> Answer | None:
 
 def _formula_from_phrase(rest: str) -> Answer | None:
     """The formula, or else the words, of the sentence that follows "the answer is"."""
-    first = _SPAN.match(rest.lstrip(" *_:\n"))
-    if first is not None:
+    rest = rest.lstrip(" *_:\n")
+    first = _SPAN.match(rest)
+    if first is not None and not (_is_one_of_two(rest, first) or _is_one_of_two_spans(rest, first)):
         return Answer(first.group(first.lastgroup or 0).strip(), AnswerForm.FORMULA)
     end = _SENTENCE_END.search(rest)
     sentence = rest[: end.start()] if end else rest
@@ -213,17 +222,61 @@ def _formula_from_phrase(rest: str) -> Answer | None:
 
 
 def number_in(sentence: str) -> str | None:
-    """The first number after the last ``=`` of a sentence of words; None when there is none, or LaTeX round it."""
-    value = sentence.rpartition("=")[2]
-    return None if _LATEX.search(value) else _first_number(value)
+    """The number that a sentence of words states after its last ``=``; None when there is none, or LaTeX round it."""
+    left, _, value = sentence.rpartition("=")
+    return _before_calculation(left, value) if _LATEX.search(value) else _stated_number(sentence)
+
+
+def _stated_number(sentence: str) -> str | None:
+    """The first number after the last ``=``, or the number before it where a calculation stands after it."""
+    left, _, value = sentence.rpartition("=")
+    if _OTHER_NAMED.search(left):  # x = 5 or x = 6
+        return None
+    return _first_number(value) or _before_calculation(left, value)
+
+
+def _before_calculation(left: str, right: str) -> str | None:
+    """The number on the left of ``15 = 3 * 5``, when nothing else is there: the right side only says how it came."""
+    number = _NUMBER.search(right)
+    if number is None or _CALCULATION.match(right, number.end()) is None:
+        return None
+    stated = left.rpartition("=")[2].strip(" \t(,")
+    return (
+        stated if _NUMBER.fullmatch(stated.lstrip("+-")) and not stated.startswith(("+-", "-+", "--", "++")) else None
+    )
 
 
 def _first_number(value: str) -> str | None:
-    """The first number, unless it is part of a calculation that is not carried out (``3*4``)."""
+    """The first number, unless it is part of a calculation that is not carried out (``3*4``), or one of two."""
     number = _NUMBER.search(value)
-    if number is None or _CALCULATION.match(value, number.end()) is not None:
+    if number is None or _CALCULATION.match(value, number.end()) is not None or _is_one_of_two(value, number):
         return None
     return _signed(value, number)
+
+
+def _is_one_of_two(text: str, first: re.Match[str]) -> bool:
+    """Whether a second answer stands beside the one found (``5 or 6``): two answers are none. One number in two forms
+    (``1/2 or 0.5``) and in two units (``2 hours or 120 minutes``) is one answer."""
+    rest = text.translate(_NO_DELIMITERS)
+    other = _OTHER.match(rest, first.end())
+    if other is None:
+        return False
+    second = _NUMBER.search(rest, other.start("other"))
+    if second is None:
+        return False
+    if other["unit"] and not rest[second.end() :].lstrip().startswith(other["unit"]):
+        return False
+    number = _NUMBER.search(rest, first.start())
+    return number is None or not same_answer(_signed(rest, number), _signed(rest, second))
+
+
+def _is_one_of_two_spans(text: str, first: re.Match[str]) -> bool:
+    """The same of formulas between signs: ``$x=1$ or $x=2$``."""
+    joined = _OTHER_SPAN.match(text, first.end())
+    other = None if joined is None else _SPAN.match(text, joined.end())
+    if other is None:
+        return False
+    return not same_answer(first.group(first.lastgroup or 0).strip(), other.group(other.lastgroup or 0).strip())
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
