@@ -95,7 +95,9 @@ def open_reward_models(
 
 def check_same_models(models: RewardModels, pool_path: Path) -> None:
     """Refuse reward models that are not, byte for byte, those that paid a pool's rollouts: rewards of two judges do not
-    compare. Raises `ResumeError`."""
+    compare. Raises `ResumeError`. A run without one never had any: a resume cannot change `reward.function`."""
+    if not models.by_function:
+        return  # the query below reads the whole table
     with PoolReader(pool_path) as reader:
         graders = [row["grader"] for row in reader.query("SELECT DISTINCT grader FROM rollout WHERE grader NOT NULL")]
     paid = {name for grader in graders for name in grader.split(", ") if name.startswith(_GRADER)}

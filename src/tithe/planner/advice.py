@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from tithe.arch import ArchSpec, tensor_families
-from tithe.planner.hardware import Hardware
+from tithe.planner.hardware import CPU_NAME, Hardware
 from tithe.planner.memory import offload_advice
 from tithe.planner.parallel import rank_bytes_by_group
 from tithe.planner.request import PlanRequest
@@ -29,9 +29,9 @@ class Advice:
     reason: str
 
 
-def advise(request: PlanRequest) -> tuple[Advice, ...]:
-    """Everything that applies to a request, gravest first."""
-    found = [*_purpose(request), *_shape(request), *_hardware(request), *_memory(request)]
+def advise(request: PlanRequest, nominal: Sequence[str] = ("sampling", "training")) -> tuple[Advice, ...]:
+    """Everything that applies to a request, gravest first. `nominal`: what no run has measured the speed of."""
+    found = [*_purpose(request), *_shape(request), *_hardware(request, nominal), *_memory(request)]
     order: tuple[Level, ...] = ("wrong tool", "caution", "note")
     return tuple(sorted(found, key=lambda one: order.index(one.level)))
 
@@ -79,10 +79,11 @@ def _shape(request: PlanRequest) -> Iterator[Advice]:
         )
 
 
-def _hardware(request: PlanRequest) -> Iterator[Advice]:
+def _hardware(request: PlanRequest, nominal: Sequence[str]) -> Iterator[Advice]:
     hardware = request.hardware
     yield from _bounds(request.spec, request, hardware)
-    if request.hardware.accelerator.unverified:
+    measured = hardware.accelerator.name == CPU_NAME and not nominal
+    if hardware.accelerator.unverified and not measured:
         yield Advice("caution", f"figures of {hardware.accelerator.name} are not all backed by a vendor's sheet",
                      hardware.accelerator.unverified)  # fmt: skip
 
@@ -91,12 +92,13 @@ def _bounds(spec: ArchSpec, request: PlanRequest, hardware: Hardware) -> Iterato
     """Least memory, bandwidth and links."""
     card = hardware.accelerator
     parallel = sampling_parallel(request, hardware)
+    place = "machine" if card.name == CPU_NAME else "card"
     base = sum(rank_bytes_by_group(spec, request.base, parallel).values())
     if base > card.mem_bytes:
         yield Advice(
             "wrong tool",
-            f"the base alone, {base / 1e9:,.1f} GB on a rank, is more than a card's {card.mem_bytes / 1e9:,.1f} GB",
-            "what is read for every token must lie in the card's memory",
+            f"the base alone, {base / 1e9:,.1f} GB on a rank, is more than a {place}'s {card.mem_bytes / 1e9:,.1f} GB",
+            f"what is read for every token must lie in the {place}'s memory",
         )
     read_s = base / card.hbm_bytes_per_s
     if read_s > MAX_TICK_READ_S:
@@ -114,7 +116,8 @@ def _bounds(spec: ArchSpec, request: PlanRequest, hardware: Hardware) -> Iterato
 
 
 def _memory(request: PlanRequest) -> Iterator[Advice]:
-    if request.layout != "full" and request.phase != "rollout":
+    on_cards = request.hardware.accelerator.name != CPU_NAME
+    if on_cards and request.layout != "full" and request.phase != "rollout":
         yield Advice(
             "note", offload_advice(request.adapter.total), "16 bytes a trainable parameter, 12 of them movable"
         )

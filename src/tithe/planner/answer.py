@@ -12,7 +12,7 @@ from typing import Any, Final
 from tithe.arch import account, kv_bytes_per_token
 from tithe.planner.advice import Advice, advise
 from tithe.planner.answers import Suggestion, fewest_gpus, longest_context, most_sequences, smallest_change, suggestions
-from tithe.planner.assumptions import assumptions
+from tithe.planner.assumptions import assumptions, not_measured
 from tithe.planner.factors import DEFAULTS, SOURCES, Factors
 from tithe.planner.layouts import best_layout
 from tithe.planner.memory import MemoryPlan
@@ -20,6 +20,7 @@ from tithe.planner.money import Money, price
 from tithe.planner.plans import plan_memory
 from tithe.planner.request import PlanRequest
 from tithe.planner.step import StepTime, plan_step
+from tithe.planner.words import is_processor, words_of
 
 SCHEMA: Final = 1
 GIB: Final = 2**30
@@ -62,7 +63,7 @@ def make_plan(
         time=time,
         money=price(request.hardware, time, request.steps),
         suggestions=suggestions(request),
-        advice=advise(request),
+        advice=advise(request, nominal=not_measured(calibrated or {})),
         factors=factors,
         calibrated=calibrated or {},
     )
@@ -126,7 +127,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for name, value in asdict(plan.factors).items()
         },
         "advice": [asdict(one) for one in plan.advice],
-        "assumptions": list(assumptions(request)),
+        "assumptions": list(assumptions(request, plan.calibrated)),
     }
 
 
@@ -147,15 +148,18 @@ def _head(a: dict[str, Any]) -> Iterator[str]:
 
 
 def _memory(a: dict[str, Any]) -> Iterator[str]:
-    yield f"{'memory of the fullest GPU':<28}{'bytes':>18}{'GB':>9}  formula"
+    yield f"{words_of(a).memory:<28}{'bytes':>18}{'GB':>9}  formula"
     for name, n_bytes in a["per_gpu_bytes"].items():
         if n_bytes:
             formula = a["formulas"][name]["formula"]
             yield f"  {name.replace('_', ' '):<26}{n_bytes:>18,}{n_bytes / 1e9:>9.2f}  {formula}"
     total, budget = a["per_gpu_total_bytes"], a["gpu_budget_bytes"]
     yield f"  {'total':<26}{total:>18,}{total / 1e9:>9.2f}  of {budget:,} ({total / budget:.1%})"
-    yield f"  {'host, of each machine':<26}{a['host_bytes']:>18,}{a['host_bytes'] / 1e9:>9.2f}"
     verdict = "fits" if a["fits"] else f"does NOT fit; most of it is {a['binding_layer'].replace('_', ' ')}"
+    if is_processor(a):
+        yield f"{verdict}: one process, {budget / 1e9:,.1f} GB of memory"
+        return
+    yield f"  {'host, of each machine':<26}{a['host_bytes']:>18,}{a['host_bytes'] / 1e9:>9.2f}"
     yield f"{verdict}: {a['gpus']} GPUs, {a['total_hbm_bytes'] / 1e12:.2f} TB of HBM together"
 
 
@@ -163,7 +167,7 @@ def _time(a: dict[str, Any]) -> Iterator[str]:
     parts = ", ".join(f"{name} {seconds:,.1f}" for name, seconds in a["step_seconds"].items() if seconds)
     yield f"step {a['step_total_seconds']:,.1f} s: {parts}; {a['tok_per_s']:,.0f} tokens/s"
     if a["usd_per_hour"] is None:
-        yield "no price of this card is known"
+        yield words_of(a).no_price
         return
     low, high = a["usd_per_hour_range"]
     per_million = a["usd_per_million_sampled_tokens"]
@@ -176,16 +180,17 @@ def _time(a: dict[str, Any]) -> Iterator[str]:
 
 
 def _questions(a: dict[str, Any]) -> Iterator[str]:
-    fewest = "no number of these GPUs is enough" if a["fewest_gpus"] is None else f"{a['fewest_gpus']}"
+    number = "no number of these GPUs is enough" if a["fewest_gpus"] is None else f"{a['fewest_gpus']}"
+    fewest = "" if is_processor(a) else f"fewest GPUs {number}; "
     yield (
-        f"fewest GPUs {fewest}; longest context {a['longest_context_tokens']:,}; "
+        f"{fewest}longest context {a['longest_context_tokens']:,}; "
         f"most live sequences {a['most_live_sequences']:,}; best layout {a['best_layout']}"
     )
     if a["smallest_change"] is not None:
         one = a["smallest_change"]
         yield f"smallest change that makes it fit: {one['change']} ({one['option']})"
     yield ""
-    yield "what frees bytes on the fullest GPU"
+    yield words_of(a).frees
     for one in a["suggestions"][:8]:
         mark = "fits" if one["fits"] else ""
         freed = one["freed_bytes_per_gpu"] / 1e9

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from tithe.planner.cpu import IMPORT_BYTES, cpu_run, process_bytes
 from tithe.planner.hardware import CPU_NAME
 from tithe.planner.layers import COLLECTIVE_BYTES, FRAGMENTATION, PAGE_TOKENS, PREFILL_TOKENS, RUNTIME_BYTES
 from tithe.planner.request import TRAIN_SHARE, PlanRequest
 
+_RATES: Final = {"sampling": "decode_flops", "training": "train_flops_attention"}
+"""What has a speed of its own, and a factor that every calibration of it replaces."""
 
-def assumptions(request: PlanRequest) -> Iterator[str]:
-    """One sentence each; only those that touch the request."""
+
+def not_measured(calibrated: Mapping[str, str]) -> tuple[str, ...]:
+    """What of a step goes at a rate that no run has measured, by the factors that a run replaced."""
+    return tuple(name for name, factor in _RATES.items() if factor not in calibrated)
+
+
+def assumptions(request: PlanRequest, calibrated: Mapping[str, str] | None = None) -> Iterator[str]:
+    """One sentence each; only those that touch the request. `calibrated`: what a run replaced, and which."""
     if request.hardware.accelerator.name == CPU_NAME:
-        yield from _on_processors(request)
+        yield from _on_processors(request, calibrated or {})
         return
     yield (
         f"{RUNTIME_BYTES:,} bytes of CUDA context and libraries and {COLLECTIVE_BYTES:,} bytes of collective buffers "
@@ -51,7 +60,7 @@ def assumptions(request: PlanRequest) -> Iterator[str]:
         yield "reward models and critics are counted in memory alone; their time is what --reward-s says"
 
 
-def _on_processors(request: PlanRequest) -> Iterator[str]:
+def _on_processors(request: PlanRequest, calibrated: Mapping[str, str]) -> Iterator[str]:
     """A plan counts this project's own process there, buffer by buffer."""
     run = cpu_run(request)
     yield (
@@ -63,5 +72,11 @@ def _on_processors(request: PlanRequest) -> Iterator[str]:
         f"{run.micro_batch_tokens:,} tokens; {run.live_versions + 1} published adapters at once"
     )
     yield "activations " + ("recomputed layer by layer" if run.recompute else "of all layers kept")
-    yield "speed is nominal, a tenth of a teraflop per second: calibrate it with a run (--calibrate)"
+    nominal = not_measured(calibrated)
+    if nominal:
+        what = "speed" if len(nominal) == 2 else f"speed of {nominal[0]}"
+        yield f"{what} is nominal, a tenth of a teraflop per second: calibrate it with a run (--calibrate)"
+    for name, factor in _RATES.items():
+        if factor in calibrated:
+            yield f"speed of {name} as in {calibrated[factor]}"
     yield "the reference policy is the base without its adapter, scored micro-batch by micro-batch"

@@ -34,6 +34,8 @@ class RunFigures:
     log_length_sigma: float
     train_s_per_token: float | None
     tok_per_s: float | None
+    """Tokens drawn in a second of the engine's own work, prompts included, where the run counted it; else in a second
+    of sampling, which on a shared lane holds the training beside it."""
     publish_s: float | None
     reward_s_per_rollout: float | None
     is_cpu: bool
@@ -58,7 +60,7 @@ def read_run(directory: str) -> RunFigures:
         mean_prompt_tokens=mean_prompt,
         log_length_sigma=pstdev(logs),
         train_s_per_token=median(train) / (batch * tokens) if train else None,
-        tok_per_s=_median(rows, "tok_per_s"),
+        tok_per_s=_engine_rate(rows) or _median(rows, "tok_per_s"),
         publish_s=_median(rows, "publish_s"),
         reward_s_per_rollout=median(reward) / batch if reward else None,
         is_cpu=_is_cpu(run / "run.json"),
@@ -136,6 +138,16 @@ def _column(rows: Iterable[dict[str, Any]], name: str) -> list[float]:
 def _median(rows: Iterable[dict[str, Any]], name: str) -> float | None:
     values = _column(rows, name)
     return median(values) if values else None
+
+
+def _engine_rate(rows: Iterable[dict[str, Any]]) -> float | None:
+    """Tokens per second of the engine's own work; None where no row has all three counts, or nothing was drawn."""
+    rates: list[float] = []
+    for row in rows:
+        drawn, decode, prefill = (_column([row], name) for name in ("generated_tok", "decode_s", "prefill_s"))
+        if drawn and decode and "prefill_s" in row:  # a batch may find every prompt read already: 0 s
+            rates.append(drawn[0] / (decode[0] + sum(prefill)))
+    return median(rates) if rates else None
 
 
 def _is_cpu(path: Path) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any, Final
 
+from tithe.planner.words import is_processor, words_of
+
 _COLOURS: Final = (
     "#1f5f8b", "#2e8b6f", "#7fb069", "#d9a441", "#c8553d", "#8a5a83", "#5c7aa3", "#3d8ea0", "#a0752d", "#6b8e23",
     "#b5545c", "#4b6b5b", "#92a8d1", "#777777", "#bbbbbb", "#444444",
@@ -43,20 +45,21 @@ def render(answer: Mapping[str, Any]) -> str:
     verdict = ("yes", "It fits.") if answer["fits"] else ("no", f"It does not fit: {_plain(answer['binding_layer'])}.")
     title = f"{answer['model']} on {answer['hardware']}"
     budget, needed = answer["gpu_budget_bytes"], answer["per_gpu_total_bytes"]
+    words = words_of(answer)
     idle = [_plain(name) for name, n_bytes in answer["per_gpu_bytes"].items() if not n_bytes]
     parts = [
         f"<h1>{escape(title)}</h1><p class='verdict {verdict[0]}'>{escape(verdict[1])}</p>",
         _facts(answer),
-        "<h2>Memory of the fullest GPU</h2>",
+        f"<h2>{words.memory.replace('memory', 'Memory', 1)}</h2>",
         _bar(answer["per_gpu_bytes"], max(budget, needed), 1e9, "GB", mark=budget),
-        f"<p class=soft>{needed / 1e9:,.1f} GB of {budget / 1e9:,.1f} GB; the line is where a GPU ends.</p>",
+        f"<p class=soft>{needed / 1e9:,.1f} GB of {budget / 1e9:,.1f} GB; the line is where {words.ends}.</p>",
         _table(("layer", "GB", "formula", "source"), _layer_rows(answer)),
         f"<p class=soft>Not needed: {escape(', '.join(idle) or 'nothing')}.</p>",
         "<h2>One step</h2>",
         _bar(answer["step_seconds"], answer["step_total_seconds"], 1, "s"),
         f"<p>{escape(_money(answer))}</p>",
         "<h2>What frees bytes</h2>",
-        _table(("change", "option", "GB a GPU", "fits", "costs"), _suggestion_rows(answer)),
+        _table(("change", "option", words.column, "fits", "costs"), _suggestion_rows(answer)),
         "<h2>Advice</h2>",
         _table(("", "what", "why"), [(one["level"], one["text"], one["reason"]) for one in answer["advice"]]),
         "<h2>Assumed</h2><ul>",
@@ -121,13 +124,18 @@ def _plain(name: str) -> str:
 
 
 def _facts(answer: Mapping[str, Any]) -> str:
+    machine = {
+        "GPUs": f"{answer['gpus']}, {answer['total_hbm_bytes'] / 1e12:.2f} TB",
+        "fewest GPUs": f"{answer['fewest_gpus'] or 'none'}",
+    }
+    if is_processor(answer):
+        machine = {"memory": f"{answer['gpu_budget_bytes'] / 1e9:,.1f} GB"}
     facts = {
         "parameters": f"{answer['total_params'] / 1e9:,.1f}B",
         "active": f"{answer['active_params'] / 1e9:,.1f}B",
         f"base, {answer['base']}": f"{answer['checkpoint_bytes'] / 1e9:,.1f} GB",
         "adapter": f"{answer['adapter_params'] / 1e6:,.1f}M",
-        "GPUs": f"{answer['gpus']}, {answer['total_hbm_bytes'] / 1e12:.2f} TB",
-        "fewest GPUs": f"{answer['fewest_gpus'] or 'none'}",
+        **machine,
         "longest context": f"{answer['longest_context_tokens']:,}",
         "most live sequences": f"{answer['most_live_sequences']:,}",
         "best layout": answer["best_layout"],
@@ -138,7 +146,7 @@ def _facts(answer: Mapping[str, Any]) -> str:
 def _money(answer: Mapping[str, Any]) -> str:
     time = f"{answer['step_total_seconds']:,.1f} s a step, {answer['tok_per_s']:,.0f} tokens/s"
     if answer["usd_per_hour"] is None:
-        return f"{time}; no price of this card is known"
+        return f"{time}; {words_of(answer).no_price}"
     return (
         f"{time}; {answer['usd_per_hour']:,.2f} $/h ({answer['date'].rstrip('.')}), "
         f"{answer['usd_per_step']:,.2f} $ a step, {answer['usd_per_run']:,.0f} $ for {answer['run_steps']} steps"

@@ -10,6 +10,7 @@ import pytest
 from support.runs import RunFiles
 from tithe.build import commands, sample, train
 from tithe.build.loops import _Observed
+from tithe.build.scoring import RewardModels, check_same_models
 from tithe.config import load_config
 from tithe.errors import ConfigError
 from tithe.types import GenerateRequest
@@ -81,3 +82,10 @@ def test_a_batch_without_a_speed_has_its_engines_work_all_the_same() -> None:
     observed.write(2, {"sample_s": 0.1, "version_gap": 0.0})
     observed.write(2, {"loss": 0.0})
     assert [row.get("generated_tok") for row in rows] == [70.0, None, 30.0, None]
+
+
+def test_without_a_reward_model_a_resume_reads_no_graders(tmp_path) -> None:
+    absent = tmp_path / "pool.sqlite"
+    check_same_models(RewardModels({}, 0), absent)
+    with pytest.raises(Exception, match="pool"):
+        check_same_models(RewardModels({"model:a": SimpleNamespace(grader="model@1")}, 0), absent)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +124,18 @@ def test_what_is_assumed_is_about_a_processor():
     assert "CUDA" not in told
     assert "fragmentation" not in told
     assert "micro-batches of 640 tokens" in told
+
+
+def test_a_processors_plan_speaks_of_no_card(tmp_path: Path):
+    page = tmp_path / "plan.html"
+    text = plan("smollm2-135m", "cpu", context=128, html=str(page))["text"]
+    assert "fits: one process, 16.0 GB of memory" in text
+    assert "memory of the process" in text
+    before_sources, heading, _ = page.read_text().partition("Efficiency factors")  # which tell where each is from
+    assert heading
+    for shown in (text, before_sources):
+        assert not re.search(r"\bGPUs?\b|\bHBM\b|\bcards?\b|host, of each", shown)
+    assert "fits: 4 GPUs" in plan("qwen2.5-7b", "4xH100", context=512)["text"]
 
 
 @pytest.mark.parametrize(("model", "layout"), [("qwen3.5-397b-a17b", "shared"), ("qwen3-8b", "full")])

@@ -211,6 +211,33 @@ def test_a_calibrated_plan_of_the_same_machine_says_what_the_run_said(run_dir: P
     assert "16 rollouts" in sources["publish_fixed_s"]
 
 
+def test_the_engines_own_seconds_count_and_not_the_training_beside_it(run_dir: Path):
+    """On a shared lane the clock of `tok_per_s` runs through the training."""
+    rows = [
+        {"kind": "rollout", "tok_per_s": 50.0, "generated_tok": 128.0, "decode_s": 1.0, "prefill_s": 0.28},
+        {"kind": "rollout", "tok_per_s": 40.0, "generated_tok": 90.0, "decode_s": 1.0, "prefill_s": 0.0},
+        {"kind": "rollout", "generated_tok": 0.0, "decode_s": 0.0, "prefill_s": 0.0},
+        {"kind": "rollout", "tok_per_s": 60.0, "generated_tok": 128.0, "decode_s": 1.0, "prefill_s": 0.28},
+    ]
+    (run_dir / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert read_run(str(run_dir)).tok_per_s == pytest.approx(100.0)
+    for row in rows:
+        row.pop("prefill_s")
+    (run_dir / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert read_run(str(run_dir)).tok_per_s == 50.0
+
+
+def test_a_calibrated_plan_does_not_ask_to_be_calibrated(run_dir: Path):
+    sizes = {"context": 64, "batch": 8, "sequences": 8}
+    assert "calibrate it with a run" in plan("smollm2-135m", "cpu", **sizes)["text"]
+    text = plan("smollm2-135m", "cpu", calibrate=str(run_dir), **sizes)["text"]
+    assert "nominal" not in text
+    assert "speed of sampling as in a run of 16 rollouts" in text
+    (run_dir / "metrics.jsonl").write_text('{"kind": "rollout", "tok_per_s": 50.0}')
+    text = plan("smollm2-135m", "cpu", calibrate=str(run_dir), **sizes)["text"]
+    assert "speed of training is nominal" in text
+
+
 def test_a_run_on_a_processor_says_nothing_about_a_gpus_rates(run_dir: Path):
     request, factors, sources = calibrated(kimi(), DEFAULTS, read_run(str(run_dir)))
     assert factors == DEFAULTS
