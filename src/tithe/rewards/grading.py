@@ -40,7 +40,7 @@ INFO_NAMES = ("finish", "token_ids")
 REASON: Final = "reason"
 """Name under which a function may return a few words beside its parts."""
 
-VERSIONS: Final = {MATH: "3", SYMBOLIC_MATH: "2"}
+VERSIONS: Final = {MATH: "4", SYMBOLIC_MATH: "3"}
 """Raised whenever a verdict of a built-in function can change; kept with every rollout that it judged."""
 
 _REASONS: Final = {

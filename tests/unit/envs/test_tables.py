@@ -124,3 +124,10 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=f"{name}: .*save the dataset again"):
         _files(tmp_path)
+
+
+def test_the_files_of_an_index_are_taken_in_its_order(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+    (tmp_path / "train" / "state.json").write_text('{"_data_files": [{"filename": "b"}, {"filename": "a"}]}')
+    assert _files(tmp_path) == [tmp_path / "train" / "b", tmp_path / "train" / "a"]

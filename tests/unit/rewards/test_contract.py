@@ -142,13 +142,13 @@ def test_normalised_rewards_stay_in_range(raw, low, width):
 
 
 def test_every_verdict_names_its_grader_and_its_reason(functions, tmp_path):
-    assert (grade(RewardSpec()).grader, grade(RewardSpec()).reason) == ("math@3", "equal to the answer")
+    assert (grade(RewardSpec()).grader, grade(RewardSpec()).reason) == ("math@4", "equal to the answer")
     first = grade(RewardSpec(functions("liking"))).grader
     assert first.startswith(functions("liking") + "@")
     (tmp_path / "my_rewards.py").write_text(FUNCTIONS + "\n# changed\n")
     assert grade(RewardSpec(functions("liking"))).grader != first
     abstained = Grader(RewardSpec()).grade(PromptItem("p", answer=""), RIGHT, {})
-    assert (abstained.value, abstained.grader) == (None, "math@3")
+    assert (abstained.value, abstained.grader) == (None, "math@4")
     assert "no readable answer" in abstained.reason
 
 
@@ -167,7 +167,7 @@ def test_the_pool_tells_how_long_and_why_from_both_processes():
         undecided = pool.submit(PromptItem("p", answer="\x0crac58"), r"\boxed{58}").result()
     assert (here.value, there.value, undecided.value) == (1.0, 1.0, None)
     assert (here.reason, there.reason) == ("equal as numbers", "equal as formulas")
-    assert here.grader == there.grader == undecided.grader == "symbolic_math@2"
+    assert here.grader == there.grader == undecided.grader == "symbolic_math@3"
     assert 0 < here.seconds < there.seconds
     assert pool.stats()["reward_abstained"] == 1
 
@@ -184,20 +184,20 @@ def group(number, *rewards):
 
 def test_parts_grader_and_reason_are_kept_in_the_pool(tmp_path):
     parts = {"answer": 1.0, "fact.right": 1.0}
-    kept = rollout(0, 1.0, reward_parts=parts, grader="math@3", reward_reason="equal as numbers")
-    abstained = rollout(1, None, grader="math@3", reward_reason="the question has no readable answer")
+    kept = rollout(0, 1.0, reward_parts=parts, grader="math@4", reward_reason="equal as numbers")
+    abstained = rollout(1, None, grader="math@4", reward_reason="the question has no readable answer")
     with Pool.create(tmp_path / "pool.sqlite", "run") as pool:
         number = pool.admit("p", 0, 0)
         pool.commit(dataclasses.replace(group(number), rollouts=(kept, abstained)))
         (read,) = pool.lease_batch(2, 0, lambda _: False).groups
     assert [(r.grader, r.reward_reason, r.failure) for r in read.rollouts] == [
-        ("math@3", "equal as numbers", None),
-        ("math@3", "the question has no readable answer", None),
+        ("math@4", "equal as numbers", None),
+        ("math@4", "the question has no readable answer", None),
     ]
     with PoolReader(tmp_path / "pool.sqlite") as reader:
         rows = reader.query("SELECT reward, reason, grader, cause FROM rollouts ORDER BY sample")
     assert rows[1] == {
-        "reward": None, "reason": "the question has no readable answer", "grader": "math@3", "cause": None,
+        "reward": None, "reason": "the question has no readable answer", "grader": "math@4", "cause": None,
     }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def test_guidance_is_paid_where_the_answer_is_right(text: str, paid: bool) -> No
     assert result.value == (1.0 + 0.25 + 0.25 if paid else 0.25)
     assert ("liking" in result.parts) is paid
     assert result.facts.get("unpaid.liking") == (None if paid else 0.25)
-    assert result.grader == "math@3, model@1a2b3c4d, model@feedbeef"
+    assert result.grader == "math@4, model@1a2b3c4d, model@feedbeef"
     assert stats["reward_worker_starts"] == 0.0, "plain numbers and a model's score need no worker"
 
 
