@@ -21,6 +21,7 @@ from tithe.rewards.spec import (
     RewardSpec,
     build_reward,
     is_readable,
+    prepared,
     score_of,
     weighted,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "load_function",
     "mean_overlap",
     "penalise_likeness",
+    "prepared",
     "same_answer",
     "score_of",
     "unpenalised",

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from tithe.errors import DataError
+from tithe.rewards.spec import prepared
 from tithe.sandbox import Limits, Sandbox, Verdict, parse_tests
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ _FENCE: Final = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$"
 _PYTHON: Final = frozenset({"", "python", "python3", "py"})
 
 
+@lru_cache
+def _sandbox() -> Sandbox:
+    """One for each worker process; it ends with the process."""
+    return Sandbox(slots=1)
+
+
+@prepared(_sandbox)
 def score(item: PromptItem, text: str) -> dict[str, Any]:
     """1 when the program in `text` passes every test of the row, else 0, with the reason; a reason alone abstains."""
     try:
@@ -77,12 +85,3 @@ def _parses(text: str) -> bool:
         return bool(ast.parse(text).body) if len(text) <= MAX_PROGRAM_CHARS else False
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-
-
-@lru_cache
-def _sandbox() -> Sandbox:
-    """One for each worker process; it ends with the process."""
-    return Sandbox(slots=1)
-
-
-vars(score)["prepare"] = _sandbox

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from tithe.rewards.extraction import AnswerForm, find_answer
+from tithe.rewards.spec import prepared
 
 if TYPE_CHECKING:
     from tithe.types import PromptItem
@@ -33,6 +34,15 @@ EVALUATED: Final = {
 """Datasets of reasoning-gym 0.1.25 whose graders evaluate the answer, and what an answer may then be made of."""
 
 
+def import_gym() -> ModuleType:
+    """The package reasoning-gym, without the warnings that some of its own packages give when they are compiled. It
+    takes a second to import, and several on a busy machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return importlib.import_module("reasoning_gym")
+
+
+@prepared(import_gym)
 def score(item: PromptItem, text: str) -> float:
     """Between 0 and 1, as the dataset that made the question judges it. A bare last number is taken for the answer only
     where the right one is a number too; otherwise the whole text is."""
@@ -48,20 +58,9 @@ def score(item: PromptItem, text: str) -> float:
     return float(_grader(dataset)(answer=answer, entry=entry))
 
 
-def import_gym() -> ModuleType:
-    """The package reasoning-gym, without the warnings that some of its own packages give when they are compiled. It
-    takes a second to import, and several on a busy machine."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        return importlib.import_module("reasoning_gym")
-
-
 @lru_cache
 def _grader(dataset: str) -> Any:
     return import_gym().get_score_answer_fn(dataset)
-
-
-vars(score)["prepare"] = import_gym
 
 
 def _is_float(text: str) -> bool:

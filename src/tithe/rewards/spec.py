@@ -170,6 +170,21 @@ def weighted(**weights: float) -> Callable[[_Function], _Function]:
     return mark
 
 
+def prepared(prepare: Callable[[], object]) -> Callable[[_Function], _Function]:
+    """Have `prepare` called once in each worker before a reward function's first text, outside `reward.timeout_s`. What
+    it raises refuses the run.
+
+    >>> prepared(dict)(lambda item, text: 1.0).prepare()
+    {}
+    """
+
+    def mark(function: _Function) -> _Function:
+        function.__dict__["prepare"] = prepare
+        return function
+
+    return mark
+
+
 def build_reward(
     settings: RewardSettings, shaping: Literal["function_validation", "none"] = "function_validation"
 ) -> RewardSpec:

@@ -386,12 +386,13 @@ def test_a_worker_that_sends_no_message_is_replaced_and_nobody_waits_for_ever(ju
 
 PREPARED = """
 from tithe.errors import DataError
+from tithe.rewards import prepared
 ready = []
 
 def judge(item, text):
     return len(ready)
 
-judge.prepare = lambda: ready.append(1)
+judge = prepared(lambda: ready.append(1))(judge)
 
 def refused(item, text):
     return 1
