@@ -60,7 +60,7 @@ def _files(path: Path) -> list[Path]:
     state = path / "state.json"
     if state.is_file():
         entries = _read_index(state, "_data_files")
-        named = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
+        named = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
         return [path / name for name in _texts(state, "_data_files", named)]
     found = sorted(path.rglob("*.parquet")) or sorted(path.rglob("*.arrow"))
     train = [file for file in found if file.name.startswith("train")]

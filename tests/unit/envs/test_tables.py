@@ -115,7 +115,7 @@ def test_the_configuration_takes_files_and_folders_and_refuses_other_frameworks_
         "{}",
         "[]",
         '{"splits": 3, "_data_files": 3}',
-        '{"splits": [1, 2], "_data_files": [1]}',
+        '{"splits": [1, 2], "_data_files": ["a.arrow"]}',
         '{"splits": ["train", null], "_data_files": [{"filename": "a.arrow"}, {}]}',
         '{"splits": [""], "_data_files": [{"filename": 7}]}',
     ],
