@@ -6,14 +6,14 @@ from benchmarks.full_or_adapter import RUN_FILE, table
 from tithe.config import config_warnings, load_config
 
 
-def test_the_job_resolves_and_warns_only_of_being_small(tmp_path):
+def test_the_job_resolves_and_warns_only_of_its_rate(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(RUN_FILE.format(model="m", steps=8, every=4))
     cfg = load_config(path)
     assert (cfg.run.max_steps, cfg.run.eval_every, cfg.rl.max_policy_update_lag) == (8, 4, 0)
     assert cfg.model.quantize == "none", "a copy is packed beside it"
     of = [warning.split(" ")[0] for warning in config_warnings(cfg)]
-    assert of == ["rl.batch_size_per_update", "optimizer.lr"], "two prompts a step, in a few steps"
+    assert of == ["optimizer.lr"], "no KL holds the policy, in a few steps"
 
 
 def test_the_table_has_a_row_a_run_and_a_cell_a_figure():
