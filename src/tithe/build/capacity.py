@@ -21,6 +21,7 @@ from tithe.build.session import say
 from tithe.config import LoraSettings, RunConfig, dump_resolved
 from tithe.errors import ConfigError, RunError, UserError
 from tithe.metrics import read_rows
+from tithe.monitoring import rank_peaks
 from tithe.utils.durable import write_text
 
 FULL_LR_SHARE = 0.1
@@ -154,7 +155,7 @@ def _run(name: str, cfg: RunConfig, folder: Path) -> Measured:
 
 def _largest(seen: int | None, memory: Mapping[str, Any]) -> int | None:
     """The largest peak of the command's own process and of those that run.json names by rank."""
-    told = [int(value) for name, value in memory.items() if name.startswith("rank_") and name.endswith("_bytes")]
+    told = [int(peak) for peak in rank_peaks(memory).values()]
     return max([*told, *([] if seen is None else [seen])], default=None)
 
 

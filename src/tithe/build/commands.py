@@ -15,7 +15,7 @@ from tithe.build.running import run
 from tithe.build.scoring import uses_own_base
 from tithe.build.session import Session, open_session, say
 from tithe.config import RunConfig, choose_run_dir, demo_config, load_config, load_run
-from tithe.envs import load_task
+from tithe.envs import instructed, load_task
 from tithe.errors import ConfigError, ResumeError, RunError, UserError
 from tithe.metrics import read_rows
 from tithe.monitoring import build_report, summary_table
@@ -55,7 +55,7 @@ def sample(run_dir: Path, prompt: str, overrides: list[str]) -> dict[str, object
     with open_session(cfg, adapter=_final_policy(run_dir, cfg)) as session, tempfile.TemporaryDirectory() as scratch:
         served = _serve(session, Path(scratch))
         renderer = session.base.renderer
-        asked = f"{prompt}\n{cfg.task.instruction}" if cfg.task.instruction else prompt  # as each row of the task
+        asked = instructed(prompt, cfg.task.instruction)
         message = [{"role": "user", "content": asked}]
         ids = renderer.render(message if renderer.has_template else asked, cfg.rollout.system_prompt)
         longest = cfg.model.max_context - cfg.rollout.max_new_tokens

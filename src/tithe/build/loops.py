@@ -60,7 +60,7 @@ def train_and_roll(
         engine=session.engine,
         served=served,
         control=control,
-        bounds=_bounds(cfg),
+        bounds=Bounds.of(cfg.rl),
         counters=counters,
         plan=_rollout_plan(session),
     )
@@ -83,7 +83,7 @@ def train_and_roll(
             ),
             served=served,
             control=control,
-            bounds=_bounds(cfg),
+            bounds=Bounds.of(cfg.rl),
             counters=counters,
             sink=sink,
             lineage=channel.lineage_after_resume(pool.serial, session.base.numeric_mode),
@@ -119,16 +119,6 @@ def _reward_scale(cfg: RunConfig, pool: Pool) -> Callable[[Sequence[RolloutGroup
         return [(row["serial"], row["reward"]) for row in rows]
 
     return RunningScale(trained)
-
-
-def _bounds(cfg: RunConfig) -> Bounds:
-    return Bounds(
-        batch_rollouts=cfg.rl.batch_size_per_update,
-        group_size=cfg.rl.samples_per_prompt,
-        max_lag=cfg.rl.max_policy_update_lag,
-        max_age=cfg.rl.max_sample_age,
-        sync_every=cfg.rl.sync_every,
-    )
 
 
 def _settings_at(cfg: RunConfig) -> Callable[[int], TrainerSettings] | None:

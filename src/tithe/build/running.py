@@ -110,15 +110,8 @@ def _begin(stack: ExitStack, session: Session, run_dir: Path) -> Pool:
 
 
 def _bind_prompts(pool: Pool, session: Session) -> None:
-    schedule = session.cfg.schedule
-    low, high = schedule.rest_outside
-    curriculum = Curriculum(
-        rest_batches=schedule.rest_batches,
-        rest_below=low,
-        rest_above=high,
-        is_weighted=schedule.prompt_weights == "pass_rate",
-    )
-    pool.bind_prompts(PromptSource(list(session.items()), session.cfg.run.seed), curriculum=curriculum)
+    source = PromptSource(list(session.items()), session.cfg.run.seed)
+    pool.bind_prompts(source, curriculum=Curriculum.of(session.cfg.schedule))
 
 
 def _remove_if_empty(run_dir: Path) -> None:

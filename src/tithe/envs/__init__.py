@@ -3,6 +3,7 @@ once, the single-turn episode, and conversations with tools. An environment sees
 Free of torch."""
 
 from tithe.envs.prompts import EncodedPrompts, encode_prompts
+from tithe.envs.rows import instructed
 from tithe.envs.single_turn import SingleTurnEnv
 from tithe.envs.task import Task, TaskReport, load_task
 from tithe.envs.tool_env import ToolEnv, TurnRules
@@ -20,6 +21,7 @@ __all__ = [
     "TurnRules",
     "build_tools",
     "encode_prompts",
+    "instructed",
     "load_task",
     "tool_from_function",
     "with_tools",

@@ -268,13 +268,18 @@ def _check_text(text: str, what: str, *, strict: bool = False) -> None:
         raise _BrokenRow(f"{what} holds half of a surrogate pair, which is no character")
 
 
+def instructed(question: str, instruction: str) -> str:
+    """A question as it is asked: `task.instruction`, if there is any, after a line break."""
+    return f"{question}\n{instruction}" if instruction else question
+
+
 def _instructed(item: PromptItem, instruction: str) -> PromptItem:
     if not instruction:
         return item
     if not item.messages:
-        return replace(item, text=f"{item.text}\n{instruction}")
+        return replace(item, text=instructed(str(item.text), instruction))
     last = item.messages[-1]
-    return replace(item, messages=(*item.messages[:-1], {**last, "content": f"{last['content']}\n{instruction}"}))
+    return replace(item, messages=(*item.messages[:-1], {**last, "content": instructed(last["content"], instruction)}))
 
 
 def _missing(key: str, column: str, row: Mapping[str, Any]) -> str:

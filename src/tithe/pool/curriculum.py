@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from tithe.config.schedules import ScheduleSettings
 
 LEAST_WEIGHT = 0.1
 """Smallest share of the passes in which a measured prompt is drawn, so that what was unlucky is measured again."""
@@ -48,6 +52,12 @@ class Curriculum:
     rest_below: float = 0.0
     rest_above: float = 1.0
     is_weighted: bool = False
+
+    @classmethod
+    def of(cls, schedule: ScheduleSettings) -> Self:
+        """Which prompts a run passes over, by its configuration."""
+        low, high = schedule.rest_outside
+        return cls(schedule.rest_batches, low, high, schedule.prompt_weights == "pass_rate")
 
     @property
     def is_on(self) -> bool:

@@ -10,13 +10,14 @@ from typing import Any
 
 from tithe.config import RunConfig, load_config, load_run
 from tithe.errors import UserError
+from tithe.pool import Curriculum
 from tithe.simulator.answer import Answer, answer
 from tithe.simulator.costs import LaneCosts, PublishCosts
 from tithe.simulator.draws import Clipped, Distribution, Empirical, parse_distribution
 from tithe.simulator.measured import measure_run
 from tithe.simulator.planned import Plan, plan_of
 from tithe.simulator.scenario import Scenario, Workload
-from tithe.simulator.settings import curriculum_of, scenario_of, scenario_of_run
+from tithe.simulator.settings import scenario_of, scenario_of_run
 from tithe.simulator.sweep import Place, on_copies, parse_axis, parse_split
 
 DISTRIBUTIONS = {
@@ -90,7 +91,7 @@ def _records(cfg: RunConfig, scenario: Scenario) -> list[str]:
     """What is said where the schedule follows prompts' pass rates."""
     if scenario.follows_pass_rates:
         return ["a prompt keeps its pass rate through the run: learning is not simulated"]
-    if cfg.schedule.adaptive_samples is None and not curriculum_of(cfg).is_on:
+    if cfg.schedule.adaptive_samples is None and not Curriculum.of(cfg.schedule).is_on:
         return []
     left_out = "schedule.adaptive_samples, rest_batches and prompt_weights follow pass rates and are left out"
     return [f"{left_out}: give --prompts and --pass-rate to simulate them"]

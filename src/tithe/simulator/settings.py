@@ -13,18 +13,6 @@ from tithe.simulator.scenario import Failures, Scenario, Workload
 from tithe.staleness import Bounds
 
 
-def bounds_of(cfg: RunConfig) -> Bounds:
-    """The staleness contract of a configuration."""
-    rl = cfg.rl
-    return Bounds(
-        batch_rollouts=rl.batch_size_per_update,
-        group_size=rl.samples_per_prompt,
-        max_lag=rl.max_policy_update_lag,
-        max_age=rl.max_sample_age,
-        sync_every=rl.sync_every,
-    )
-
-
 def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: int, seed: int = 0) -> Scenario:
     """A run's settings on one shared base. Lengths are cut at `rollout.max_new_tokens` and `max_prompt_tokens`.
 
@@ -41,7 +29,7 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
     )
     has_records = workload.prompts > 0 and workload.pass_rate is not None
     return Scenario(
-        bounds_of(cfg),
+        Bounds.of(cfg.rl),
         costs,
         workload,
         on_publish=cfg.rollout.on_publish,
@@ -60,18 +48,7 @@ def scenario_of(cfg: RunConfig, costs: WorkCosts, workload: Workload, *, steps: 
         if cfg.schedule.phases
         else (),
         samples_span=cfg.schedule.adaptive_samples if has_records else None,
-        curriculum=curriculum_of(cfg) if has_records else Curriculum(),
-    )
-
-
-def curriculum_of(cfg: RunConfig) -> Curriculum:
-    """Which prompts a run passes over."""
-    low, high = cfg.schedule.rest_outside
-    return Curriculum(
-        rest_batches=cfg.schedule.rest_batches,
-        rest_below=low,
-        rest_above=high,
-        is_weighted=cfg.schedule.prompt_weights == "pass_rate",
+        curriculum=Curriculum.of(cfg.schedule) if has_records else Curriculum(),
     )
 
 

@@ -48,8 +48,12 @@ A further bound on waiting groups (`rollout_buffer_size`) keeps 5 true as long a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 from tithe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tithe.config.learning import RlSettings
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,17 @@ class Bounds:
     max_lag: int
     max_age: int
     sync_every: int = 1
+
+    @classmethod
+    def of(cls, rl: RlSettings) -> Self:
+        """The contract of a configuration."""
+        return cls(
+            batch_rollouts=rl.batch_size_per_update,
+            group_size=rl.samples_per_prompt,
+            max_lag=rl.max_policy_update_lag,
+            max_age=rl.max_sample_age,
+            sync_every=rl.sync_every,
+        )
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
